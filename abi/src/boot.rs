@@ -78,7 +78,8 @@ pub struct BootInfo {
     pub rsdp: u64,
     /// Pages of kernel memory available in root's factory at start.
     pub quota_pages: u64,
-    /// Bit 0 ([`FEATURE_NESTED`]): VMs with nested paging are supported.
+    /// Bit 0 ([`FEATURE_NESTED`]): VMs with nested paging are supported. Bit 1
+    /// ([`FEATURE_GICV2`]): the interrupt controller is a GICv2.
     pub features: u64,
     /// `XCR0` bits that guests may enable.
     pub xcr0_mask: u64,
@@ -94,6 +95,9 @@ pub struct BootInfo {
 
 /// Bit of [`BootInfo::features`]: SVM with nested paging, or stage 2 of AArch64.
 pub const FEATURE_NESTED: u64 = 1;
+/// Bit of [`BootInfo::features`]: the interrupt controller, and so that of guests, is a GICv2
+/// (AArch64).
+pub const FEATURE_GICV2: u64 = 2;
 
 const _: () = assert!(core::mem::size_of::<BootInfo>() == 4096);
 

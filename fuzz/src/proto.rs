@@ -279,6 +279,7 @@ fn example_start() -> Vec<u8> {
             virtio_console: true,
             vtlb: None,
             xcr0_mask: 7,
+            gicv2: false,
             seed: Some([3; 32]),
             attachments,
             id: 1,

@@ -270,6 +270,8 @@ pub struct Vmm<'a> {
     pub vtlb: Option<Vtlb>,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
+    /// The guest's interrupt controller is a GICv2, as the machine's (AArch64).
+    pub gicv2: bool,
     /// Secret seed of the VM's random numbers; `None`: the VMM has the processor's source only.
     pub seed: Option<Seed>,
     /// Disks and network cards, in the order of their discovery by the guest.
@@ -353,6 +355,7 @@ mod tests {
                     trace_writes: true,
                 }),
                 xcr0_mask: u64::MAX,
+                gicv2: true,
                 seed: Some([u8::MAX; 32]),
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),

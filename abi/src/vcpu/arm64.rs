@@ -65,7 +65,8 @@ pub mod system {
 
 /// Format of the words of [`VcpuState::virqs`], and of [`VcpuState::timer_virq`].
 pub mod virq {
-    /// Number of the interrupt (INTID), below 1020: other words are ignored.
+    /// Number of the interrupt (INTID), below 1020: other words are ignored. With a GICv2, bits 10
+    /// to 12 are the CPU that has sent an SGI.
     pub const NUMBER: u64 = 0xffff;
     /// Lowest bit of the priority.
     pub const PRIORITY_SHIFT: u32 = 16;
@@ -79,6 +80,12 @@ pub mod virq {
     /// Number of words.
     pub const COUNT: usize = 4;
 }
+
+/// Guest-physical address of the registers of the CPU's interface in every VM, where the machine
+/// has a GICv2 ([`crate::boot::FEATURE_GICV2`]).
+pub const CPU_INTERFACE: u64 = 0x801_0000;
+/// Length of these registers in bytes.
+pub const CPU_INTERFACE_LENGTH: u64 = 0x2000;
 
 /// Values of [`VcpuState::pstate`]: format of SPSR_EL2.
 pub mod pstate {
@@ -107,9 +114,10 @@ pub struct VcpuState {
     /// Exit, deadline, halt mode and counters.
     pub run: RunControl,
 
-    /// Interrupts that become pending in the guest's GIC, in group 1 ([`virq`]). The kernel clears
-    /// each as soon as the processor has it. The VMM writes a word that is 0: while the vCPU runs,
-    /// it takes effect with [`crate::Op::VcpuNotify`]. In.
+    /// Interrupts that become pending in the guest's GIC ([`virq`]), in group 1 of a GICv3 and in
+    /// group 0 of a GICv2, whose interface to the CPU is at 0x801_0000 ([`CPU_INTERFACE`]). The
+    /// kernel clears each as soon as the processor has it. The VMM writes a word that is 0: while
+    /// the vCPU runs, it takes effect with [`crate::Op::VcpuNotify`]. In.
     pub virqs: [SharedU64; virq::COUNT],
 
     /// The interrupt ([`virq`]) of the guest's virtual timer. While the word has none, an interrupt

@@ -9,16 +9,13 @@ mod board;
 
 use core::arch::{asm, global_asm};
 
-use board::{call, counter, enable_interrupts, frequency, read, send, start_other, take, write};
+use board::{
+    CPU_INTERFACE, DISABLE, DISTRIBUTOR, ENABLE, GROUP, PEND, PEND_SGI, SEND, TARGETS, call,
+    counter, enable_interrupts, frequency, is_v2, private, read, send, start_other, take, write,
+};
 
-const DISTRIBUTOR: usize = 0x800_0000;
-const PRIVATE: usize = 0x80b_0000;
 const UART: usize = 0x900_0000;
-/// Registers of the distributor for a bit per interrupt, and those of priorities.
-const GROUP: usize = 0x80;
-const ENABLE: usize = 0x100;
-const PEND: usize = 0x200;
-/// Most interrupts that a GICv3 has without messages, in words of 32.
+/// Most interrupts that a GIC has without messages, in words of 32.
 const WORDS: usize = 32;
 const FLOOD: u64 = 20_000;
 /// Interrupts that the board has.
@@ -132,17 +129,26 @@ fn calls(state: &mut u64) {
 fn interrupts(state: &mut u64) {
     for _ in 0..FLOOD {
         let value = random(state) & !(1 << 40);
+        if is_v2() {
+            write(DISTRIBUTOR + SEND, value as u32);
+            continue;
+        }
         // SAFETY: an interrupt, which stays masked.
         unsafe { asm!("msr S3_0_C12_C11_5, {}", in(reg) value, options(nostack)) };
     }
     while take() < NONE {}
+    if is_v2() {
+        // Everything to the first CPU, and its SGIs as if it had sent them.
+        (0..8 * WORDS).for_each(|word| write(DISTRIBUTOR + TARGETS + 4 * word, 0x0101_0101));
+        (0..4).for_each(|word| write(DISTRIBUTOR + PEND_SGI + 4 * word, 0x0101_0101));
+    }
     for word in 0..WORDS {
         for block in [GROUP, ENABLE, PEND] {
             write(DISTRIBUTOR + block + 4 * word, u32::MAX);
         }
     }
-    write(PRIVATE + ENABLE, u32::MAX);
-    write(PRIVATE + PEND, u32::MAX);
+    write(private(0) + ENABLE, u32::MAX);
+    write(private(0) + PEND, u32::MAX);
     let (mut taken, end) = (0, counter() + 10 * frequency());
     while taken < INTERRUPTS && counter() < end {
         let number = take();
@@ -170,19 +176,32 @@ fn devices() {
     for (base, count) in [(UART, 64), (DISTRIBUTOR, 64), (UART + 0x10_0000, 8)] {
         for offset in 0..count {
             let before = exceptions();
-            // SAFETY: exceptions are skipped; no device writes memory.
-            unsafe {
-                asm!(
-                    ".arch_extension lse", "ldadd x1, x2, [{0}]", "ldxr x2, [{0}]", "stxr w3, x2, [{0}]", "clrex",
-                    "ldp x1, x2, [{0}]", "stp x1, x2, [{0}]", "ldr x2, [{0}], #8",
-                    inout(reg) base + offset => _,
-                    out("x1") _, out("x2") _, out("x3") _, options(nostack)
-                );
-            }
+            access(base + offset);
             check("exceptions of devices", exceptions() > before);
         }
     }
+    if is_v2() {
+        // The registers of the CPU itself, which may permit this. One of them acknowledges an
+        // interrupt, of which none is left.
+        (0..WORDS).for_each(|word| write(DISTRIBUTOR + DISABLE + 4 * word, u32::MAX));
+        while take() < NONE {}
+        (0..64).for_each(|offset| access(CPU_INTERFACE + offset));
+        enable_interrupts(0);
+    }
     check("the UART", read(UART + 0x18) & 1 << 5 == 0);
+}
+
+/// Atomic accesses and pairs at an address.
+fn access(address: usize) {
+    // SAFETY: exceptions are skipped; no device writes memory.
+    unsafe {
+        asm!(
+            ".arch_extension lse", "ldadd x1, x2, [{0}]", "ldxr x2, [{0}]", "stxr w3, x2, [{0}]", "clrex",
+            "ldp x1, x2, [{0}]", "stp x1, x2, [{0}]", "ldr x2, [{0}], #8",
+            inout(reg) address => _,
+            out("x1") _, out("x2") _, out("x3") _, options(nostack)
+        );
+    }
 }
 
 /// Entry of the second vCPU: its page tables are the registers of the UART.

@@ -9,7 +9,7 @@ mod board;
 use core::sync::atomic::AtomicU64;
 
 use answers::{Peer, Rings};
-use board::{ConsoleOutput, enable_interrupts, read, take, wait, write};
+use board::{ConsoleOutput, enable_interrupts, enable_shared, read, take, wait, write};
 use proto::channel::register::{DOORBELL, MAGIC, MAGIC_VALUE, NAME_LEN, PEER_NAME, SIDE, SIZE};
 use proto::channel::{Receiver, Sender};
 
@@ -19,10 +19,6 @@ const PAGE: usize = 0x1000;
 const SLOT_COUNT: usize = 16;
 /// Interrupts of the device in the first slot: two for each slot, all below 96.
 const FIRST_INTERRUPT: usize = 48;
-/// Registers of the distributor: group and enable flag of interrupts, a bit for each.
-const DISTRIBUTOR: usize = 0x800_0000;
-const GROUP: usize = 0x80;
-const ENABLE: usize = 0x100;
 /// Memory of the first channel.
 const MEMORY: usize = 0x1000_0000;
 
@@ -50,10 +46,7 @@ fn rings(base: usize) -> Option<Rings> {
 /// Enables the doorbell's interrupt, which stays masked and ends a wait.
 fn enable_doorbell(slot: usize) {
     enable_interrupts(0);
-    let interrupt = FIRST_INTERRUPT + 2 * slot;
-    let (word, bit) = (interrupt / 32 * 4, 1 << (interrupt % 32));
-    write(DISTRIBUTOR + GROUP + word, u32::MAX);
-    write(DISTRIBUTOR + ENABLE + word, bit);
+    enable_shared(FIRST_INTERRUPT + 2 * slot);
 }
 
 /// Answers for ever.

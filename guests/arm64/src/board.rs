@@ -1,9 +1,10 @@
-//! The board `virt` for micro-guests in Rust: UART, GICv3, virtual timer, PSCI. A guest has the
-//! function `guest_main`, after which the VM is switched off; interrupts stay masked.
+//! The board `virt` for micro-guests in Rust: UART, GICv3 or GICv2, virtual timer, PSCI. A guest
+//! has the function `guest_main`, after which the VM is switched off; interrupts stay masked.
 #![allow(dead_code, reason = "no guest uses everything")]
 
 use core::arch::{asm, global_asm};
 use core::fmt::{self, Write};
+use core::sync::atomic::{AtomicBool, Ordering};
 
 global_asm!(
     include_str!("board.s"),
@@ -24,8 +25,30 @@ unsafe extern "C" {
 const UART: usize = 0x900_0000;
 const UART_FLAGS: usize = UART + 0x18;
 const TRANSMIT_FULL: u32 = 1 << 5;
-const DISTRIBUTOR: usize = 0x800_0000;
-/// Registers of the first CPU's private interrupts; those of the next one follow.
+/// Registers of the interrupt controller's distributor.
+pub const DISTRIBUTOR: usize = 0x800_0000;
+/// Registers of it with a bit for each interrupt: group, enable, disable, make pending.
+pub const GROUP: usize = 0x80;
+/// See [`GROUP`].
+pub const ENABLE: usize = 0x100;
+/// See [`GROUP`].
+pub const DISABLE: usize = 0x180;
+/// See [`GROUP`].
+pub const PEND: usize = 0x200;
+/// GICv2: targets, a byte for each interrupt.
+pub const TARGETS: usize = 0x800;
+/// GICv2: sends an SGI.
+pub const SEND: usize = 0xf00;
+/// GICv2: makes SGIs pending, a byte for each, with a bit for each source.
+pub const PEND_SGI: usize = 0xf20;
+/// GICv2: registers of the CPU's interface: control, lowest priority, acknowledge, end.
+pub const CPU_INTERFACE: usize = 0x801_0000;
+const LOWEST: usize = 0x4;
+const ACKNOWLEDGE: usize = 0xc;
+const END: usize = 0x10;
+/// Mask of the number where there is a source.
+const NUMBER: u64 = 0x3ff;
+/// GICv3: registers of the first CPU's private interrupts; those of the next one follow.
 const PRIVATE: usize = 0x80b_0000;
 const REDISTRIBUTOR: usize = 0x2_0000;
 /// Interrupt of the virtual timer.
@@ -118,12 +141,34 @@ pub fn frequency() -> u64 {
     value
 }
 
+/// The interrupt controller is a GICv2.
+static IS_V2: AtomicBool = AtomicBool::new(false);
+
+/// Returns whether the interrupt controller is a GICv2, once a CPU has enabled its interrupts.
+#[inline(always)]
+pub fn is_v2() -> bool {
+    IS_V2.load(Ordering::Relaxed)
+}
+
+/// Registers of a CPU's private interrupts. Those of a GICv2 are this CPU's, whatever the index.
+pub fn private(index: usize) -> usize {
+    if is_v2() { DISTRIBUTOR } else { PRIVATE + REDISTRIBUTOR * index }
+}
+
 /// Enables SGIs and the timer's interrupt on this CPU.
 pub fn enable_interrupts(index: usize) {
-    let private = PRIVATE + REDISTRIBUTOR * index;
-    write(DISTRIBUTOR, 0x12);
-    write(private + 0x80, u32::MAX);
-    write(private + 0x100, 0xffff | 1 << TIMER);
+    let features: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, id_aa64pfr0_el1", out(reg) features, options(nomem, nostack)) };
+    // The CPU's interface of a GICv3 is in its registers.
+    IS_V2.store(features >> 24 & 0xf == 0, Ordering::Relaxed);
+    write(DISTRIBUTOR, if is_v2() { 1 } else { 0x12 });
+    write(private(index) + GROUP, u32::MAX);
+    write(private(index) + ENABLE, 0xffff | 1 << TIMER);
+    if is_v2() {
+        write(CPU_INTERFACE + LOWEST, 0xf8);
+        return write(CPU_INTERFACE, 1);
+    }
     // SAFETY: the CPU's interface: system registers, all priorities, group 1. Interrupts stay
     // masked in the processor.
     unsafe {
@@ -136,26 +181,73 @@ pub fn enable_interrupts(index: usize) {
     }
 }
 
+/// Enables a shared interrupt for the first CPU.
+pub fn enable_shared(number: usize) {
+    let (word, bit) = (number / 32 * 4, 1 << (number % 32));
+    if is_v2() {
+        let (targets, shift) = (DISTRIBUTOR + TARGETS + number / 4 * 4, 8 * (number % 4));
+        write(targets, read(targets) | 1 << shift);
+    }
+    write(DISTRIBUTOR + GROUP + word, u32::MAX);
+    write(DISTRIBUTOR + ENABLE + word, bit);
+}
+
+/// The CPU's interface of a GICv3.
+pub mod v3 {
+    use super::*;
+
+    /// Sends SGI 1 to a CPU.
+    #[inline(always)]
+    pub fn send(index: u64) {
+        let value = 1u64 << 24 | 1 << index;
+        // SAFETY: an interrupt, which stays masked.
+        unsafe { asm!("msr S3_0_C12_C11_5, {}", "isb", in(reg) value, options(nostack)) };
+    }
+
+    /// Takes and ends the most urgent pending interrupt; above 1,019: none.
+    #[inline(always)]
+    pub fn take() -> u64 {
+        let number;
+        // SAFETY: accesses the CPU's interface.
+        unsafe {
+            asm!(
+                "mrs {0}, S3_0_C12_C12_0", "msr S3_0_C12_C12_1, {0}", "isb",
+                out(reg) number, options(nostack)
+            );
+        }
+        number
+    }
+}
+
 /// Sends SGI 1 to a CPU.
-#[inline(always)]
 pub fn send(index: u64) {
-    let value = 1u64 << 24 | 1 << index;
-    // SAFETY: an interrupt, which stays masked.
-    unsafe { asm!("msr S3_0_C12_C11_5, {}", "isb", in(reg) value, options(nostack)) };
+    match is_v2() {
+        true => write(DISTRIBUTOR + SEND, 1 << (16 + index) | 1),
+        false => v3::send(index),
+    }
+}
+
+/// Takes the most urgent pending interrupt, and ends it after `while_active`. Returns its number;
+/// above 1,019: none.
+pub fn take_with(while_active: impl FnOnce(u64)) -> u64 {
+    let value: u64;
+    if is_v2() {
+        value = read(CPU_INTERFACE + ACKNOWLEDGE).into();
+        while_active(value & NUMBER);
+        write(CPU_INTERFACE + END, value as u32);
+        return value & NUMBER;
+    }
+    // SAFETY: accesses the CPU's interface.
+    unsafe { asm!("mrs {}, S3_0_C12_C12_0", out(reg) value, options(nostack)) };
+    while_active(value);
+    // SAFETY: as before.
+    unsafe { asm!("msr S3_0_C12_C12_1, {}", "isb", in(reg) value, options(nostack)) };
+    value
 }
 
 /// Takes and ends the most urgent pending interrupt; above 1,019: none.
-#[inline(always)]
 pub fn take() -> u64 {
-    let number;
-    // SAFETY: accesses the CPU's interface.
-    unsafe {
-        asm!(
-            "mrs {0}, S3_0_C12_C12_0", "msr S3_0_C12_C12_1, {0}", "isb",
-            out(reg) number, options(nostack)
-        );
-    }
-    number
+    take_with(|_| {})
 }
 
 /// Waits for an interrupt.

@@ -1,6 +1,6 @@
 // Entered at EL1 without translation, by the protocol of Linux' image.
 // x20: number of a register. x21: random value. x22: undefined instructions. x23: code that is
-// written.
+// written. x27: length of a device's registers.
 
 .equ MAGIC, 0x644d5241
 .equ REGISTERS, 0x8000
@@ -8,6 +8,12 @@
 .equ REDISTRIBUTORS, 0x080a0000
 .equ LENGTH, 0x10000
 .equ STEP, 72
+// Of a GICv2: length of the distributor's registers, and offset of the one that sends SGIs;
+// registers of the CPU's interface.
+.equ LENGTH_V2, 0x1000
+.equ SEND, 0xf00
+.equ CPU_INTERFACE, 0x08010000
+.equ CPU_INTERFACE_LENGTH, 0x2000
 .equ UNKNOWN_CALL, 0x84000123
 .equ SYSTEM_OFF, 0x84000008
 .equ SYSTEM_RESET, 0x84000009
@@ -68,22 +74,48 @@ begin:
     b.ne 1b
     cbz x22, failed
 
-    // Registers of the interrupt controller all over its pages, in three widths.
+    // Registers of the interrupt controller all over its pages, in three widths. A GICv3's CPU
+    // interface is among the registers above.
     ldr x24, =DISTRIBUTOR
+    mov x27, #LENGTH - LENGTH % STEP
+    mrs x1, id_aa64pfr0_el1
+    ubfx x1, x1, #24, #4
+    cbz x1, version_2
     bl device
     ldr x24, =REDISTRIBUTORS
     bl device
     ldr x24, =REDISTRIBUTORS + LENGTH
     bl device
 
+    b calls
+
+    // The CPU's interface is memory of the guest, whose registers have 32 bits.
+version_2:
+    mov x27, #LENGTH_V2 - LENGTH_V2 % STEP
+    bl device
+    ldr x24, =CPU_INTERFACE
+    mov x25, #CPU_INTERFACE_LENGTH
+1:  sub x25, x25, #4
+    ldr w2, [x24, x25]
+    next_random
+    str w21, [x24, x25]
+    cbnz x25, 1b
+    ldr x24, =DISTRIBUTOR + SEND
+    mov x25, #CALLS
+1:  next_random
+    str w21, [x24]
+    subs x25, x25, #1
+    b.ne 1b
+
     // Calls that do not exist, and SGIs to any CPU.
+calls:
     mov x24, #CALLS
 1:  ldr x0, =UNKNOWN_CALL
     smc #0
     cmn x0, #1
     b.ne failed
     next_random
-    // ICC_SGI1R_EL1
+    // ICC_SGI1R_EL1, undefined with a GICv2
     msr S3_0_C12_C11_5, x21
     // DC CISW
     dc cisw, x21
@@ -115,9 +147,9 @@ access:
     blr x23
     br x26
 
-// Reads and writes the registers of a device at x24.
+// Reads and writes x27 bytes of registers of a device at x24.
 device:
-    mov x25, #LENGTH - LENGTH % STEP
+    mov x25, x27
 1:  sub x25, x25, #STEP
     add x1, x24, x25
     ldr x2, [x1]

@@ -1,9 +1,21 @@
-//! Generic Interrupt Controller, version 3: Arm IHI 0069.
+//! Generic Interrupt Controller, version 3: Arm IHI 0069. Version 2: [`v2`].
+
+pub mod v2;
 
 use crate::esr::system_register;
 
 /// Name in a device tree.
 pub const COMPATIBLE: &str = "arm,gic-v3";
+/// Version of an interrupt controller.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Version {
+    /// Version 2.
+    V2,
+    /// Version 3, or 4.
+    #[default]
+    V3,
+}
+
 /// First interrupt shared by all CPUs (SPI); private ones (PPI) begin at 16, SGIs at 0.
 pub const FIRST_SHARED: u32 = 32;
 /// First interrupt private to a CPU.

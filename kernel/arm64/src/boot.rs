@@ -326,6 +326,7 @@ extern "C" fn continue_on_own_stack() -> ! {
         panic!("the first CPU has no interrupt controller");
     }
     machine.devices = machine.memory.holes();
+    // Those that it does not have are empty.
     for range in machine.interrupt_controller {
         machine.devices.remove(range.outward());
     }

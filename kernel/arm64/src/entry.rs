@@ -211,12 +211,13 @@ global_asm!(
     "msr elr_el1, x2",
     // An interrupt is taken. That of the guest's timer goes to the first list register
     // (ICH_LR0_EL2), linked to the host's, and the guest continues: nothing that was checked has
-    // changed.
+    // changed. Without such a timer the interrupt is left to the kernel, which knows the interrupt
+    // controller.
     "8:",
-    "mrs x0, icc_iar1_el1",
     "mrs x1, tpidr_el2",
     "ldr x1, [x1, #{timer_list}]",
-    "cbz x1, 9f",
+    "cbz x1, 21f",
+    "mrs x0, icc_iar1_el1",
     "ubfx x2, x1, #{link_shift}, #10",
     "cmp x0, x2",
     "b.ne 9f",
@@ -241,6 +242,8 @@ global_asm!(
     "ldp x2, x3, [sp, #16]",
     "ldp x0, x1, [sp]",
     "eret",
+    "21:",
+    "mov x0, #{first_special}",
     "9:",
     "save_further {guest_stack}",
     "mov x1, #{by_interrupt}",
@@ -371,7 +374,8 @@ pub mod exit_kind {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GuestExit {
-    /// Syndrome of the exception. Interrupt: what the interrupt controller says ([`gic::taken`]).
+    /// Syndrome of the exception. Interrupt: what the interrupt controller says ([`gic::taken`]),
+    /// or a number of none, if it has not been asked.
     ///
     /// [`gic::taken`]: crate::gic::taken
     pub syndrome: u64,

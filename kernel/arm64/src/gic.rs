@@ -1,9 +1,11 @@
-//! Interrupt controller: GICv3 (IHI 0069) with its CPU interface in system registers. All
-//! interrupts have one priority and are in group 1.
+//! Interrupt controller: GICv3 (IHI 0069) with its CPU interface in system registers, or GICv2
+//! ([`v2`]). All interrupts have one priority, and are in group 1 of a GICv3.
+
+pub mod v2;
 
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use hw_arm64::gic::{self, distributor, redistributor};
+use hw_arm64::gic::{self, Version, distributor, redistributor};
 use kernel_core::MAX_IRQS;
 use kernel_core::object::IrqNumber;
 
@@ -48,7 +50,8 @@ fn wait_for_writes(all: DeviceRegisters) {
 
 /// Initialises the distributor: all shared interrupts disabled. Called by the first CPU.
 pub fn init(machine: &Machine) {
-    let [shared, private] = machine.interrupt_controller;
+    let [shared, private, ..] = machine.interrupt_controller;
+    v2::init(machine);
     DISTRIBUTOR.store(direct(shared.base) as usize, Ordering::Relaxed);
     TIMER.store(machine.timer, Ordering::Relaxed);
     VIRTUAL_TIMER.store(machine.virtual_timer.unwrap_or(0), Ordering::Relaxed);
@@ -63,17 +66,24 @@ pub fn init(machine: &Machine) {
     for first in (gic::FIRST_SHARED..count).step_by(32) {
         set_up(all, first);
     }
+    if machine.gic_version == Version::V2 {
+        all.write(distributor::CTLR, gic::v2::distributor::ENABLED);
+        return log!("GICv2 with {count} interrupts");
+    }
     all.write(distributor::CTLR, distributor::ENABLED);
     wait_for_writes(all);
     find_redistributors(machine, private.base, private.end);
     log!("GICv3 with {count} interrupts");
 }
 
-/// Disables 32 interrupts from `first` on, and puts them into group 1.
+/// Disables 32 interrupts from `first` on, and puts them into group 1. The firmware has done this
+/// with a GICv2, if that has groups for software that is not secure.
 fn set_up(of: DeviceRegisters, first: u32) {
     let word = first as usize / 8;
     of.write(distributor::ICENABLER + word, u32::MAX);
-    of.write(distributor::IGROUPR + word, u32::MAX);
+    if !v2::is_present() {
+        of.write(distributor::IGROUPR + word, u32::MAX);
+    }
     for at in (first as usize..first as usize + 32).step_by(4) {
         of.write(distributor::IPRIORITYR + at, u32::from_ne_bytes([gic::PRIORITY; 4]));
     }
@@ -103,6 +113,11 @@ fn find_redistributors(machine: &Machine, base: u64, end: u64) {
 /// Initialises the interface of the executing CPU, which is the one with place `listed` in the
 /// device tree. Returns whether it has one.
 pub fn init_cpu(listed: usize) -> bool {
+    if v2::is_present() {
+        set_up_private(registers(&DISTRIBUTOR));
+        v2::init_cpu(cpu::current().id);
+        return true;
+    }
     let place = &REDISTRIBUTORS[listed];
     if place.load(Ordering::Relaxed) == 0 {
         return false;
@@ -114,9 +129,7 @@ pub fn init_cpu(listed: usize) -> bool {
     if !time::becomes_true(ANSWER_MICROSECONDS, is_awake) {
         return false;
     }
-    let private = frames.from(redistributor::PRIVATE);
-    set_up(private, 0);
-    private.write(distributor::ISENABLER, PRIVATE.load(Ordering::Relaxed));
+    set_up_private(frames.from(redistributor::PRIVATE));
     // SAFETY: interrupts of group 1 reach this CPU, which masks them until it runs a task.
     unsafe {
         write_register!("icc_sre_el2", gic::SYSTEM_REGISTERS);
@@ -129,8 +142,17 @@ pub fn init_cpu(listed: usize) -> bool {
     true
 }
 
+/// Enables the private interrupts of a CPU that are in use.
+fn set_up_private(private: DeviceRegisters) {
+    set_up(private, 0);
+    private.write(distributor::ISENABLER, PRIVATE.load(Ordering::Relaxed));
+}
+
 /// Sends the interrupt [`KICK`] to a CPU.
 pub fn kick(cpu_index: usize) {
+    if v2::is_present() {
+        return v2::send(cpu_index, KICK);
+    }
     let Some(target) = cpu::by_index(cpu_index) else { return };
     let value = gic::software_interrupt(target.affinity, KICK.into());
     // SAFETY: the CPU enters its kernel. The barrier makes what this CPU has written visible first.
@@ -159,6 +181,7 @@ pub enum Cause {
 /// An interrupt in service, to be ended by [`end`].
 #[derive(Debug)]
 pub struct InService {
+    /// With the source of a GICv2's SGI.
     number: u64,
     /// The guest deactivates it.
     is_linked: bool,
@@ -166,18 +189,22 @@ pub struct InService {
 
 /// Takes the next pending interrupt of this CPU.
 pub fn take() -> Option<(InService, Cause)> {
-    taken(read_register!("icc_iar1_el1"))
+    match v2::is_present() {
+        true => taken(v2::acknowledge()),
+        false => taken(read_register!("icc_iar1_el1")),
+    }
 }
 
-/// Cause of an interrupt that this CPU has taken, by the value of ICC_IAR1_EL1.
+/// Cause of an interrupt that this CPU has taken, by the value of ICC_IAR1_EL1, or of a GICv2's
+/// IAR, which has more than the number of an SGI. A GICv3 has no longer numbers before LPIs are
+/// enabled.
 pub fn taken(value: u64) -> Option<(InService, Cause)> {
     // SAFETY: orders the read before the accesses to devices that follow.
     unsafe { core::arch::asm!("dsb sy", options(nostack)) };
-    let number = value & 0xff_ffff;
-    if number >= gic::FIRST_SPECIAL {
+    let number = value as u32 & gic::v2::NUMBER;
+    if u64::from(number) >= gic::FIRST_SPECIAL {
         return None;
     }
-    let number = number as u32;
     let cause = match number {
         KICK => Cause::Kick,
         _ if number == TIMER.load(Ordering::Relaxed) => Cause::Timer,
@@ -192,6 +219,9 @@ pub fn taken(value: u64) -> Option<(InService, Cause)> {
 
 /// Ends the service of an interrupt.
 pub fn end(InService { number, is_linked }: InService) {
+    if v2::is_present() {
+        return v2::end(number, is_linked);
+    }
     // SAFETY: the interrupt may be delivered again, unless a guest has to deactivate it.
     unsafe {
         write_register!("icc_eoir1_el1", number);
@@ -210,8 +240,12 @@ pub fn virtual_timer() -> Option<u32> {
 /// Makes this CPU's interrupt of the guests' timer active or inactive.
 pub fn set_virtual_timer_active(is_active: bool) {
     let Some(number) = virtual_timer() else { return };
-    let place = PLACES[cpu::current().id].load(Ordering::Relaxed);
-    let private = registers(&REDISTRIBUTORS[place]).from(redistributor::PRIVATE);
+    let private = if v2::is_present() {
+        registers(&DISTRIBUTOR)
+    } else {
+        let place = PLACES[cpu::current().id].load(Ordering::Relaxed);
+        registers(&REDISTRIBUTORS[place]).from(redistributor::PRIVATE)
+    };
     let register = if is_active { distributor::ISACTIVER } else { distributor::ICACTIVER };
     private.write(register, 1 << number);
     data_barrier();
@@ -235,7 +269,10 @@ pub fn enable(number: u32, is_level: bool, object: IrqNumber, cpu_index: usize) 
     let all = registers(&DISTRIBUTOR);
     let index = number as usize;
     OBJECTS[index].store(object.0 + 1, Ordering::Relaxed);
-    all.write_long(distributor::IROUTER + 8 * index, target.affinity);
+    match v2::is_present() {
+        true => v2::route(number, cpu_index),
+        false => all.write_long(distributor::IROUTER + 8 * index, target.affinity),
+    }
     let kind = distributor::ICFGR + index / 16 * 4;
     let edge = 2 << (number % 16 * 2);
     let others = all.read(kind) & !edge;

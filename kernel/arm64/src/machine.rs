@@ -1,8 +1,9 @@
 //! Description of the machine, from its device tree.
 
-use hw_arm64::{gic, pl011, psci};
+use hw_arm64::gic::{self, Version};
+use hw_arm64::{pl011, psci};
 use hw_tables::fdt::{Fdt, Node};
-use kernel_run::boot_memory::{BootMemory, MAX_RAM, normalise};
+use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
 use kernel_run::command_line::CommandLine;
 use kernel_run::ranges::{Range, RangeSet};
 
@@ -33,8 +34,12 @@ pub struct Machine {
     pub affinities: [u64; MAX_CPUS],
     /// Number of these.
     pub listed_cpus: usize,
-    /// Registers of the interrupt controller: distributor and redistributors.
-    pub interrupt_controller: [Range; 2],
+    /// Version of the interrupt controller.
+    pub gic_version: Version,
+    /// Registers of the interrupt controller, as many as it has. GICv3: distributor and
+    /// redistributors. GICv2: distributor, and the interfaces to the CPU, of its virtual interrupts
+    /// to the hypervisor, and of the same to guests.
+    pub interrupt_controller: [Range; 4],
     /// Interrupt of the hypervisor's physical timer.
     pub timer: u32,
     /// Interrupt of the virtual timer, which guests use.
@@ -57,7 +62,8 @@ impl Machine {
         command_line: CommandLine::EMPTY,
         affinities: [0; MAX_CPUS],
         listed_cpus: 0,
-        interrupt_controller: [Range::new(0, 0); 2],
+        gic_version: Version::V3,
+        interrupt_controller: [Range::new(0, 0); 4],
         timer: 0,
         virtual_timer: None,
         maintenance: None,
@@ -106,18 +112,10 @@ impl Machine {
     }
 
     fn read_interrupts(&mut self, fdt: &Fdt<'_>) -> Result<(), MachineError> {
-        let gic = fdt.find(gic::COMPATIBLE, |_| true).ok_or("no GICv3 in the device tree")?;
-        let mut ranges = gic.ranges().map(|(base, length)| Range::sized(base, length));
-        let both = ranges.next().zip(ranges.next());
-        let (distributor, redistributors) = both.ok_or("the GICv3 has no registers")?;
-        let is_mapped = |range: &Range| range.end <= kernel_run::boot_memory::FOUR_GIB;
-        if ![distributor, redistributors].iter().all(is_mapped)
-            || distributor.length() < gic::distributor::LENGTH
-            || redistributors.length() < gic::redistributor::LENGTH
-        {
-            return Err("the registers of the GICv3 are above 4 GiB or too few");
-        }
-        self.interrupt_controller = [distributor, redistributors];
+        let gic = match fdt.find(gic::COMPATIBLE, |_| true) {
+            Some(gic) => self.read_v3(gic),
+            None => self.read_v2(fdt),
+        }?;
         self.maintenance = private_interrupt(&gic, 0);
         // Secure, non-secure, virtual, hypervisor.
         let timers = fdt.find("arm,armv8-timer", |_| true);
@@ -126,6 +124,68 @@ impl Machine {
         self.timer = timer(3).ok_or("the device tree lists no timer of the hypervisor")?;
         Ok(())
     }
+
+    fn read_v3<'a>(&mut self, gic: Node<'a>) -> Result<Node<'a>, MachineError> {
+        let [distributor, redistributors] = registers(&gic).ok_or("the GICv3 has no registers")?;
+        if [distributor, redistributors].iter().any(|range| range.end > FOUR_GIB)
+            || distributor.length() < gic::distributor::LENGTH
+            || redistributors.length() < gic::redistributor::LENGTH
+        {
+            return Err("the registers of the GICv3 are above 4 GiB or too few");
+        }
+        self.gic_version = Version::V3;
+        self.interrupt_controller[..2].copy_from_slice(&[distributor, redistributors]);
+        Ok(gic)
+    }
+
+    fn read_v2<'a>(&mut self, fdt: &Fdt<'a>) -> Result<Node<'a>, MachineError> {
+        use gic::v2::{COMPATIBLE, cpu_interface, distributor, hypervisor_interface};
+        let known = COMPATIBLE.iter().find_map(|name| fdt.find(name, |_| true));
+        let gic = known.ok_or("no GICv3 or GICv2 in the device tree")?;
+        let ranges: [Range; 4] =
+            registers(&gic).ok_or("the GICv2 has no virtualization extensions")?;
+        let lengths = [
+            distributor::LENGTH,
+            cpu_interface::LENGTH,
+            hypervisor_interface::LENGTH,
+            cpu_interface::LENGTH,
+        ];
+        let is_short = |(range, length): (&Range, u64)| range.length() < length;
+        if ranges.iter().any(|range| range.end > FOUR_GIB)
+            || ranges.iter().zip(lengths).any(is_short)
+        {
+            return Err("the registers of the GICv2 are above 4 GiB or too few");
+        }
+        if ranges.iter().any(|range| *range != range.outward())
+            || !ranges[3].base.is_multiple_of(cpu_interface::LENGTH)
+        {
+            return Err("the registers of the GICv2 are not page-aligned");
+        }
+        // Guests have all of the last range's pages.
+        if overlaps(fdt, ranges[3]) > 1 {
+            return Err("the guests' registers of the GICv2 overlap those of another device");
+        }
+        self.gic_version = Version::V2;
+        self.interrupt_controller = ranges;
+        Ok(gic)
+    }
+}
+
+/// The first ranges of a device's registers.
+fn registers<const N: usize>(node: &Node<'_>) -> Option<[Range; N]> {
+    let mut ranges = node.ranges().map(|(base, length)| Range::sized(base, length));
+    let first = [(); N].map(|()| ranges.next());
+    first.iter().all(Option::is_some).then(|| first.map(Option::unwrap_or_default))
+}
+
+/// Number of ranges in the device tree, of devices and of memory, that have an address of `with`.
+fn overlaps(fdt: &Fdt<'_>, with: Range) -> usize {
+    let mut count = 0;
+    fdt.visit(|node| {
+        let ranges = node.ranges().map(|(base, length)| Range::sized(base, length));
+        count += ranges.filter(|range| range.base < with.end && with.base < range.end).count();
+    });
+    count
 }
 
 /// Number of the device's interrupt with this index, if it is private to each CPU.

@@ -5,7 +5,10 @@ use core::ops::Range;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use abi::args::IrqSource;
+use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH};
+use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE};
 use kernel_core::arch::Arch;
+use kernel_core::mdb::Extent;
 use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
 use kernel_core::pool::{Handle, Memory};
 use kernel_core::{Kernel, count};
@@ -169,6 +172,16 @@ impl Arch for Arm64 {
 
     fn has_vtlb() -> bool {
         false
+    }
+
+    fn guest_device() -> Option<Extent> {
+        const ORDER: u32 = (CPU_INTERFACE_LENGTH / PAGE_SIZE).trailing_zeros();
+        vcpu::virqs::guest_interface().map(|physical| Extent {
+            kind: ItemKind::Memory,
+            base: CPU_INTERFACE >> PAGE_SHIFT,
+            physical: physical >> PAGE_SHIFT,
+            order: ORDER as u8,
+        })
     }
 
     fn vcpu_state(_memory: &Memory, of: &Vcpu<Self>, groups: u64) {

@@ -11,6 +11,7 @@
 //! * All guests have the same VMID. A CPU flushes the TLB entries of guests when it enters another
 //!   vCPU, or one whose VM has lost mappings.
 
+mod exits;
 mod fault;
 mod features;
 mod float;
@@ -26,11 +27,10 @@ use core::sync::atomic::Ordering;
 
 use abi::Status;
 use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, pstate};
-use abi::vcpu::{HYPERCALL_DOORBELL, exit};
-use hw_arm64::esr::{self, class};
+use abi::vcpu::exit;
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::arch::ArchVcpu;
-use kernel_core::object::{Space, Thread, Translation, Vcpu, Vm};
+use kernel_core::object::{Space, Thread, Translation, Vcpu};
 use kernel_core::pool::{Cached, Factory, Frame, Handle, Memory};
 use kernel_core::table::Format;
 use kernel_core::{Kernel, count};
@@ -40,7 +40,7 @@ use kernel_run::lock::{lock, unlock};
 use crate::entry::{GuestExit, enter_guest, exit_kind};
 use crate::format::Stage2;
 use crate::run::{Guard, arm, handle_interrupt, handle_interrupts};
-use crate::{Arm64, boot, cpu, gic, io, memory, read_register, time, write_register};
+use crate::{Arm64, boot, cpu, gic, io, memory, read_register, write_register};
 use guest_entry::{GuestEntry, Lookup};
 use registers::SystemRegisters;
 use sgi::PendingSgis;
@@ -49,9 +49,6 @@ use virqs::VirtualInterface;
 
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
-/// Registers by number in syndromes and of the hypercall convention.
-const NUMBER: usize = 0;
-const ARGUMENT: usize = 1;
 
 /// Processor structures of a vCPU.
 #[derive(Clone)]
@@ -218,7 +215,7 @@ pub fn run(
                 return (kernel, None);
             }
         };
-        let to_vmm = handle(&kernel, cpu_index, local, entry, exit);
+        let to_vmm = exits::handle(&kernel, cpu_index, local, entry, exit);
         // After an interrupt another thread may be the current one.
         let is_handled = to_vmm.is_none() && exit.kind == exit_kind::SYNCHRONOUS;
         if !is_handled || kernel.has_work(cpu_index) {
@@ -240,7 +237,8 @@ fn begin_run(
     arm(cpu_index, kernel.cpus[cpu_index].deadline().min(run.deadline.get()));
     vcpu.arch.system.load_readable();
     float::permit(local, vcpu);
-    let may_wait = run.halt.get() != 0 && kernel.may_wait(cpu_index);
+    let may_wait =
+        run.halt.get() != 0 && kernel.may_wait(cpu_index) && virqs::has_system_registers();
     cpu::current().guest.may_wait.store(may_wait.into(), Ordering::Relaxed);
 }
 
@@ -261,7 +259,7 @@ fn finish_run<'a>(
         kernel.exclude_wait(cpu_index, ticks);
     }
     if exit.kind == exit_kind::INTERRUPT
-        && let Some(interrupt) = gic::taken(exit.syndrome)
+        && let Some(interrupt) = gic::taken(exit.syndrome).or_else(gic::take)
     {
         handle_interrupt(kernel, cpu_index, interrupt);
     }
@@ -399,97 +397,6 @@ fn is_guest_state(state: u64) -> bool {
         }
         _ => false,
     }
-}
-
-/// Handles an exit. Returns it to the VMM unless the kernel handles it alone.
-fn handle(
-    kernel: &Kernel<Arm64>,
-    cpu_index: usize,
-    local: &GuestCpu,
-    entry: GuestEntry<'_>,
-    GuestExit { syndrome, kind }: GuestExit,
-) -> Option<ReturnToUser<Arm64>> {
-    let state = entry.state();
-    if kind == exit_kind::INTERRUPT {
-        if let Some(number) = virqs::take_ended() {
-            return Some(return_exit(kernel, entry, arm64_exit::VIRQ_ENDED, number));
-        }
-        count_handled(kernel, state);
-        handle_interrupts(kernel, cpu_index);
-        return after_interrupt(kernel, cpu_index);
-    }
-    let reason = match (kind, esr::class(syndrome)) {
-        (exit_kind::SYNCHRONOUS, class::HYPERVISOR_CALL) => {
-            if handle_hypercall(kernel, entry.vm, state) {
-                count_handled(kernel, state);
-                return None;
-            }
-            exit::HYPERCALL
-        }
-        (exit_kind::SYNCHRONOUS, class::WAIT) => {
-            state.pc.add(esr::instruction_length(syndrome));
-            wait::begin(kernel, cpu_index, entry)?
-        }
-        (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
-            let Some(address) = fault::address(syndrome) else {
-                // The guest's own translation has changed meanwhile: it accesses again.
-                count_handled(kernel, state);
-                return None;
-            };
-            state.run.fault_address.set(address);
-            let to_vmm = return_exit(kernel, entry, exit::MEMORY_FAULT, fault::kind(syndrome));
-            return Some(to_vmm);
-        }
-        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
-            if sgi::send(kernel, entry, syndrome) || identify(state, syndrome) {
-                state.pc.add(INSTRUCTION);
-                count_handled(kernel, state);
-                return None;
-            }
-            arm64_exit::SYSTEM_REGISTER
-        }
-        (exit_kind::SYNCHRONOUS, class::SECURE_CALL) => arm64_exit::SECURE_CALL,
-        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => {
-            float::take_over(kernel, local, entry.vcpu);
-            count_handled(kernel, state);
-            return None;
-        }
-        _ => exit::UNKNOWN,
-    };
-    Some(return_exit(kernel, entry, reason, syndrome))
-}
-
-/// Handles a hypercall of the kernel's own, except that of the version, which the entry code
-/// answers. Returns whether it was one.
-fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
-    let result = match state.x[NUMBER].get() {
-        HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
-        _ => return false,
-    };
-    state.x[NUMBER].set(result);
-    true
-}
-
-/// Handles a read of an identification register, whose instruction the caller skips. Returns
-/// whether it was one.
-fn identify(state: &VcpuState, syndrome: u64) -> bool {
-    let access = esr::system_access(syndrome);
-    let Some(value) = features::read(access) else { return false };
-    if let Some(register) = state.x.get(access.general) {
-        register.set(value);
-    }
-    true
-}
-
-/// Returns an exit to the VMM after an interrupt of the host, if the vCPU's deadline has passed.
-fn after_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize) -> Option<ReturnToUser<Arm64>> {
-    // The thread may have been stopped, or its `VcpuRun` aborted.
-    let entry = GuestEntry::current(kernel, cpu_index)?;
-    if entry.state().run.deadline.get() <= time::counter() {
-        // Another thread may be current by now: `pick_next` chooses.
-        return_exit(kernel, entry, exit::DEADLINE, 0);
-    }
-    None
 }
 
 /// Ends the `VcpuRun` of the CPU's current thread, if it is still in it, because an object that it

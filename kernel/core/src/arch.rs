@@ -5,6 +5,7 @@ use core::sync::atomic::AtomicU64;
 use abi::Status;
 use abi::args::IrqSource;
 
+use crate::mdb::Extent;
 use crate::object::{Irq, Translation, Vcpu};
 use crate::pool::{Factory, Frame, Handle, Memory};
 use crate::table::Format;
@@ -83,6 +84,12 @@ pub trait Arch: Copy + PartialEq + 'static {
     fn has_nested() -> bool;
     /// Returns whether it supports [`Arch::Vcpu`] without nested paging.
     fn has_vtlb() -> bool;
+
+    /// Device memory that every VM with nested paging has from the start, at a guest-physical
+    /// address of the ABI: registers that the processor keeps apart by guest. No task has it.
+    fn guest_device() -> Option<Extent> {
+        None
+    }
 
     /// Copies state groups ([`abi::vcpu`]) to the vCPU's state page.
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64);

@@ -11,8 +11,8 @@ use abi::args::IrqSource;
 
 use crate::Kernel;
 use crate::arch::{Arch, ArchVcpu, Context};
-use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
+use crate::mdb::{Delegation, Extent};
 use crate::object::*;
 use crate::pool::{self, Factory, Frame, Handle, Memory};
 use crate::sched::{SchedContext, SchedState};
@@ -32,6 +32,8 @@ pub struct Machine {
     pub max_leaf: Cell<u32>,
     /// The processor requires break-before-make.
     pub break_before_make: Cell<bool>,
+    /// Device memory of every VM.
+    pub guest_device: Cell<Option<Extent>>,
 }
 
 std::thread_local! {
@@ -203,6 +205,9 @@ impl Arch for Fake {
     }
     fn has_vtlb() -> bool {
         true
+    }
+    fn guest_device() -> Option<Extent> {
+        machine(|machine| machine.guest_device.get())
     }
     fn vcpu_state(_: &Memory, _: &Vcpu<Self>, _: u64) {}
     fn irq_valid(source: IrqSource) -> bool {

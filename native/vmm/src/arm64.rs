@@ -4,6 +4,8 @@ mod backend;
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH};
+use hw_arm64::gic::{Version, v2};
 use native_rt::random::Generator;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time, warn};
@@ -28,6 +30,8 @@ use crate::{Cell, Devices, YieldRelax};
 pub const CHANNEL_WINDOWS: (u64, u64) =
     (layout::channel_memory(0), layout::MAX_CHANNELS * layout::CHANNEL_STRIDE);
 const _: () = assert!(MAX_DEVICES <= layout::MAX_SLOTS);
+const _: () = assert!(layout::CPU_INTERFACE == CPU_INTERFACE);
+const _: () = assert!(v2::cpu_interface::LENGTH == CPU_INTERFACE_LENGTH);
 /// The board.
 pub type GuestBoard<'m> = Virt<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
 
@@ -52,6 +56,11 @@ pub fn create_vcpu<'a>(
         warn!("the kernel does not deliver SGIs to vCPU {index}: {status:?}");
     }
     NativeVcpu::new(vcpu, console)
+}
+
+/// Version of the guest's interrupt controller.
+fn gic_version(plan: &Vmm) -> Version {
+    if plan.gicv2 { Version::V2 } else { Version::V3 }
 }
 
 /// Number of boots of the guest.
@@ -83,6 +92,7 @@ pub fn load(
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line,
         slots: &slots,
+        gic: gic_version(plan),
         seed: seed.as_ref(),
     };
     match vmm_boot::virt::load(memory, &guest) {
@@ -109,6 +119,7 @@ pub fn create_board<'m>(
         clock: CounterClock::new(page.clock.tsc_khz, counter),
         start_unix: time::unix_time(&page.clock),
         start,
+        gic: gic_version(plan),
     };
     GuestBoard::new(config, memory, devices)
 }

@@ -1,6 +1,7 @@
 //! Systems of the native microhypervisor on AArch64.
 
 use super::guests::channel;
+use super::servers::server_scenarios;
 use super::{HEAD, base, micro, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
@@ -69,6 +70,56 @@ pub fn arm64_devices() -> Vec<Scenario> {
         },
     ]
 }
+
+/// QEMU's machine with a GICv2, which has at most eight CPUs.
+const GICV2: &[&str] = &["-M", "gic-version=2"];
+/// Scenarios for it: name, name on the machine with a GICv3, CPUs, and whether they are for long
+/// runs only.
+const ON_GICV2: [(&str, &str, &[u32], bool); 12] = [
+    ("gicv2-hostile", "hostile", &[1], false),
+    ("gicv2-sgi", "sgi", &[4], false),
+    ("gicv2-abuse", "abuse", &[2], false),
+    ("gicv2-linux", "linux", &[1], false),
+    ("gicv2-hostile-max", "hostile-max", &[4], true),
+    ("gicv2-sgi-shared", "sgi", &[1], true),
+    ("gicv2-abuse-shared", "abuse", &[1], true),
+    ("gicv2-linux-smp", "linux", &[4], true),
+    ("gicv2-restarts", "restarts", &[1, 4], true),
+    ("gicv2-several-guests", "several-guests", &[4], true),
+    ("gicv2-channel-driver", "channel-driver", &[2], true),
+    ("gicv2-disk-and-network", "linux-disk-and-network", &[1, 4], true),
+];
+
+/// Systems on the machine with a GICv2; `is_long`: those of long runs, too.
+pub fn arm64_gicv2(is_long: bool) -> Vec<Scenario> {
+    let all = [arm64_scenarios(), arm64_devices(), server_scenarios()].concat();
+    let wanted = ON_GICV2.iter().filter(|&&(.., only_long)| is_long || !only_long);
+    let on_gicv2 = |&(name, other, cpus, _): &(&'static str, &str, &'static [u32], bool)| {
+        let scenario = all.iter().find(|scenario| scenario.name == other);
+        let scenario = scenario.expect("the table names scenarios").clone();
+        // Its only guest has one vCPU there.
+        let system = scenario.system.replace("\ndisk = [\"blk0:part1\"]\n", FOUR_VCPUS);
+        let qemu = match scenario.machine.qemu {
+            [] => GICV2,
+            ["-cpu", "max"] => &["-cpu", "max", "-M", "gic-version=2"],
+            other => panic!("no arguments for a GICv2 beside {other:?}"),
+        };
+        Scenario {
+            name,
+            backends: &[Backend::NativeArm64Vhe],
+            cpus,
+            system,
+            machine: Machine { qemu, ..scenario.machine },
+            // Each access to the interrupt controller is emulated under one lock.
+            limit: 2 * scenario.limit,
+            ..scenario
+        }
+    };
+    wanted.map(on_gicv2).collect()
+}
+
+/// Disk of a guest with four vCPUs.
+const FOUR_VCPUS: &str = "\ncpus = 4\ndisk = [\"blk0:part1\"]\n";
 
 /// Virtio devices that no server can have.
 pub fn arm64_refused_devices() -> Vec<Scenario> {

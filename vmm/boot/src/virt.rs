@@ -4,6 +4,7 @@
 //! | address | device | interrupt |
 //! |---|---|---|
 //! | [`DISTRIBUTOR`], [`REDISTRIBUTORS`] | GICv3 | |
+//! | [`DISTRIBUTOR`], [`CPU_INTERFACE`] | or GICv2 | |
 //! | [`UART`] | PL011 | [`UART_INTERRUPT`] |
 //! | [`CLOCK`] | PL031 | |
 //! | [`BUTTON`] | power button, a virtio device | [`BUTTON_INTERRUPT`] |
@@ -28,7 +29,9 @@ use crate::BootError;
 pub const PAGE: u64 = 0x1000;
 /// Registers of the interrupt controller's distributor.
 pub const DISTRIBUTOR: u64 = 0x800_0000;
-/// Registers of its redistributors.
+/// Registers of the CPU's interface of a GICv2, which the host maps.
+pub const CPU_INTERFACE: u64 = 0x801_0000;
+/// Registers of a GICv3's redistributors.
 pub const REDISTRIBUTORS: u64 = 0x80a_0000;
 /// Length of these.
 pub const REDISTRIBUTORS_LENGTH: u64 = 0x10_0000;
@@ -110,6 +113,8 @@ mod load {
     const EDGE_RISING: u32 = 1;
     const LEVEL_HIGH: u32 = 4;
     const LEVEL_LOW: u32 = 8;
+    /// Lowest bit of the CPUs of a GICv2 that have a private interrupt.
+    const CPUS_SHIFT: u32 = 8;
     /// Private interrupts of the timers: secure, non-secure, virtual, hypervisor.
     const TIMERS: [u32; 4] = [13, 14, 11, 10];
 
@@ -126,6 +131,8 @@ mod load {
         pub command_line: &'a str,
         /// Devices by slot, at most [`MAX_SLOTS`]; `None`: the slot is empty.
         pub slots: &'a [Option<SlotNode>],
+        /// Version of the interrupt controller.
+        pub gic: gic::Version,
         /// Secret of the host for the guest's random numbers; another one for each boot.
         pub seed: Option<&'a [u8; 32]>,
     }
@@ -236,7 +243,7 @@ mod load {
         }
         cpus(&mut to, boot.vcpus)?;
         firmware(&mut to)?;
-        interrupts(&mut to)?;
+        interrupts(&mut to, boot)?;
         devices(&mut to)?;
         for (slot, node) in boot.slots.iter().enumerate().take(MAX_SLOTS) {
             match node {
@@ -276,21 +283,32 @@ mod load {
         to.end_node(node).ok()
     }
 
-    fn interrupts(to: &mut FdtWriter) -> Option<()> {
+    fn interrupts(to: &mut FdtWriter, boot: &VirtBoot<'_>) -> Option<()> {
+        let (name, registers, cpus) = match boot.gic {
+            gic::Version::V2 => {
+                let own = [gic::v2::distributor::LENGTH, gic::v2::cpu_interface::LENGTH];
+                let registers = [DISTRIBUTOR, own[0], CPU_INTERFACE, own[1]];
+                // Private interrupts list the CPUs that have them.
+                (gic::v2::COMPATIBLE[0], registers, (1 << boot.vcpus) - 1)
+            }
+            gic::Version::V3 => {
+                let length = gic::distributor::LENGTH;
+                let registers = [DISTRIBUTOR, length, REDISTRIBUTORS, REDISTRIBUTORS_LENGTH];
+                (gic::COMPATIBLE, registers, 0)
+            }
+        };
         let node = to.begin_node("intc@8000000").ok()?;
-        to.property_string("compatible", gic::COMPATIBLE).ok()?;
+        to.property_string("compatible", name).ok()?;
         to.property_null("interrupt-controller").ok()?;
         to.property_u32("#interrupt-cells", 3).ok()?;
-        let registers =
-            [DISTRIBUTOR, gic::distributor::LENGTH, REDISTRIBUTORS, REDISTRIBUTORS_LENGTH];
         to.property_array_u64("reg", &registers).ok()?;
         to.property_phandle(GIC).ok()?;
         to.end_node(node).ok()?;
 
         let node = to.begin_node("timer").ok()?;
         to.property_string("compatible", "arm,armv8-timer").ok()?;
-        let lines: Vec<u32> =
-            TIMERS.into_iter().flat_map(|number| [PRIVATE, number, LEVEL_LOW]).collect();
+        let line = |number| [PRIVATE, number, LEVEL_LOW | cpus << CPUS_SHIFT];
+        let lines: Vec<u32> = TIMERS.into_iter().flat_map(line).collect();
         to.property_array_u32("interrupts", &lines).ok()?;
         to.property_null("always-on").ok()?;
         to.end_node(node).ok()
@@ -377,7 +395,8 @@ mod load {
             const SLOTS: [Option<SlotNode>; 3] =
                 [Some(SlotNode::Virtio), None, Some(SlotNode::Channel(1))];
             let (initrd, command_line) = (Some(&b"initrd"[..]), "console=ttyAMA0");
-            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS, seed: Some(&[7; 32]) }
+            let (seed, gic) = (Some(&[7; 32]), gic::Version::V3);
+            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS, gic, seed }
         }
 
         #[test]
@@ -413,6 +432,51 @@ mod load {
                 (0x1300_0000, CHANNEL_SHARES_LENGTH),
             ];
             assert_eq!(ranges, expected);
+        }
+
+        #[test]
+        fn the_tree_has_the_version_of_the_interrupt_controller() {
+            let kernel = kernel();
+            for (gic, name, second, trigger) in [
+                (gic::Version::V2, "arm,cortex-a15-gic", (CPU_INTERFACE, 0x2000), 0x308),
+                (
+                    gic::Version::V3,
+                    "arm,gic-v3",
+                    (REDISTRIBUTORS, REDISTRIBUTORS_LENGTH),
+                    LEVEL_LOW,
+                ),
+            ] {
+                let memory = testing::memory(&[(RAM, 8 << 20)]);
+                let boot = VirtBoot { gic, ..boot(&kernel) };
+                let start = load(&memory, &boot).expect("loads");
+                let mut bytes = vec![0; 1 << 20];
+                memory.read_slice(start.tree, &mut bytes).expect("in memory");
+                let fdt = Fdt::parse(&bytes).expect("a tree");
+                let node = fdt.node("/intc").expect("a node");
+                assert!(node.is_compatible(name));
+                assert_eq!(node.ranges().nth(1), Some(second));
+                let timer = fdt.node("/timer").expect("a node");
+                assert_eq!(timer.gic_interrupt(2), Some(27));
+                let cells = timer.property("interrupts").expect("a property");
+                assert_eq!(cells[8..12], trigger.to_be_bytes());
+            }
+        }
+
+        #[test]
+        fn the_longest_tree_fits_the_heap_of_a_vmm() {
+            // Twice: an array of bytes that grows doubles (native/rt/src/heap.rs).
+            const MOST: usize = 8 << 10;
+            let (memory, kernel) = (testing::memory(&[(RAM, 8 << 20)]), kernel());
+            let line = "x".repeat(2048);
+            let slots: Vec<_> = (0..MAX_SLOTS as u8)
+                .map(|slot| match u64::from(slot) < MAX_CHANNELS {
+                    true => Some(SlotNode::Channel(slot)),
+                    false => Some(SlotNode::Virtio),
+                })
+                .collect();
+            let boot = VirtBoot { vcpus: 8, command_line: &line, slots: &slots, ..boot(&kernel) };
+            let tree = device_tree(&memory, &boot, 0..0).expect("a tree");
+            assert!(tree.len() <= MOST, "{} bytes", tree.len());
         }
 
         #[test]

@@ -1,5 +1,5 @@
-//! The board `virt`: an AArch64 machine with GICv3, UART and clock, described by a device tree
-//! (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
+//! The board `virt`: an AArch64 machine with GICv3 or GICv2, UART and clock, described by a device
+//! tree (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
 //!
 //! vCPUs run concurrently, each in a thread of the host. One lock protects all devices but those in
 //! slots ([`slots`]), which have one each; it is held while a device works, and not while the guest
@@ -10,7 +10,7 @@ mod slots;
 use core::fmt;
 use core::time::Duration;
 
-use hw_arm64::gic::{SoftwareInterrupt, distributor, redistributor};
+use hw_arm64::gic::{SoftwareInterrupt, Version, distributor, redistributor, v2};
 use hw_arm64::psci;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
@@ -41,6 +41,8 @@ pub struct VirtConfig {
     pub start_unix: Duration,
     /// Start of vCPU 0.
     pub start: StartRequest,
+    /// Version of the interrupt controller: that of the host CPU's interface.
+    pub gic: Version,
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
@@ -78,6 +80,8 @@ struct Devices<const CPUS: usize> {
     button: Mmio<PowerButton>,
     power: [Power; CPUS],
     effects: Effects,
+    /// CPU whose access is served: the distributor of a GICv2 shows each its own registers.
+    accessing: usize,
     /// CPUs with events, which have been kicked.
     kicked: u32,
     /// CPUs whose threads do not know the settings of their interrupts yet: a bit each.
@@ -107,7 +111,8 @@ enum Chip {
     Button,
 }
 
-/// Device at an address, and the offset there.
+/// Device at an address, and the offset there. Where a GICv3 has more registers than a GICv2, those
+/// of the latter read as zero.
 fn chip_at(address: u64) -> Option<(Chip, u64)> {
     let regions = [
         (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
@@ -121,6 +126,7 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
 }
 
 const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
+const _: () = assert!(MAX_VCPUS <= v2::MAX_CPUS);
 
 impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m, R, CPUS, P> {
     /// Creates the board in its power-on state with these devices in slots; the caller has filled
@@ -131,11 +137,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
-        let VirtConfig { clock, start_unix, .. } = config;
+        let VirtConfig { clock, start_unix, gic, .. } = config;
         Self {
             fixed: Fixed { memory, clock, start_unix, vcpus },
             devices: SpinMutex::new(Devices {
-                gic: Gic::new(vcpus),
+                gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),
                 clock: Pl031::new(start_unix),
                 button: Mmio::new(PowerButton::new()),
@@ -146,6 +152,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
                     once: Once::new(),
                     has_line: false,
                 },
+                accessing: 0,
                 kicked: 0,
                 stale: 0,
                 timers: [NEVER; layout::MAX_SLOTS],
@@ -179,10 +186,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         });
     }
 
-    /// Returns the vCPU to notify of completions for the device in a slot: the first one, which
-    /// routes all interrupts of devices.
-    pub fn target(&self, _: usize) -> usize {
-        0
+    /// Returns the vCPU to notify of completions for the device in a slot: that with the interrupt
+    /// of its queues. The first one, if the guest has routed it to none.
+    pub fn target(&self, slot: usize) -> usize {
+        let interrupt = layout::device_interrupt(slot, 0);
+        self.devices.lock().gic.target(interrupt).unwrap_or(0)
     }
 
     /// Presses the power button: requests a shutdown of the guest.
@@ -310,7 +318,7 @@ impl<const CPUS: usize> Devices<CPUS> {
 
     fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
         match chip {
-            Chip::Distributor => self.gic.read_distributor(access),
+            Chip::Distributor => self.gic.read_distributor(self.accessing, access),
             Chip::Redistributors => self.gic.read_redistributor(access),
             Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
             Chip::Button => self.with_button(of, |button, env| button.read(access, env)),
@@ -325,8 +333,9 @@ impl<const CPUS: usize> Devices<CPUS> {
     fn write<H: Host>(&mut self, chip: Chip, access: Access, value: u64, of: (&Fixed<'_>, &mut H)) {
         match chip {
             Chip::Distributor => {
-                self.gic.write_distributor(access, value);
-                self.pass_settings(self.gic.changed_by_distributor(access), of.1);
+                let cpu = self.accessing;
+                self.gic.write_distributor(cpu, access, value);
+                self.pass_settings(self.gic.changed_by_distributor(cpu, access), of.1);
             }
             Chip::Redistributors => {
                 self.gic.write_redistributor(access, value);
@@ -462,13 +471,16 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
     }
 
     fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
-        let Some((chip, offset)) = chip_at(address) else { return self.read_slot(address, size) };
+        let Some((chip, offset)) = chip_at(address) else {
+            return self.read_slot(address, size);
+        };
         let access = Access::new(offset, size);
         if !offset.is_multiple_of(size.into()) {
             return 0;
         }
         let mut devices = self.virt.devices.lock();
         devices.effects.has_line = false;
+        devices.accessing = self.cpu;
         let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
         let has_line = devices.effects.has_line;
         drop(devices);
@@ -485,7 +497,11 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         };
         let access = Access::new(offset, size);
         if offset.is_multiple_of(size.into()) {
-            self.locked(|devices, of| devices.write(chip, access, value, of));
+            let cpu = self.cpu;
+            self.locked(|devices, of| {
+                devices.accessing = cpu;
+                devices.write(chip, access, value, of);
+            });
         }
     }
 

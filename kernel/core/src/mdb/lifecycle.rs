@@ -8,9 +8,9 @@ use crate::arch::Arch;
 use crate::object::*;
 use crate::pool::{Factory, Handle};
 use crate::table;
-use abi::Status;
 use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 use abi::vm_mode;
+use abi::{Status, rights};
 
 impl<A: Arch> Kernel<A> {
     /// Creates a task with `slots` capability slots.
@@ -58,7 +58,8 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::Unsupported);
         }
         let root = self.memory.alloc_raw(factory, 1)?;
-        self.memory
+        let handle = self
+            .memory
             .alloc(
                 factory,
                 Vm {
@@ -70,7 +71,15 @@ impl<A: Arch> Kernel<A> {
                     dying_next: Cell::new(None),
                 },
             )
-            .inspect_err(|_| self.memory.free_raw(root, 1))
+            .inspect_err(|_| self.memory.free_raw(root, 1))?;
+        if let Some(device) = A::guest_device().filter(|_| is_nested) {
+            let data = rights::READ | rights::WRITE;
+            let node = self
+                .add_mapping(SpaceRef::Vm(handle), device, data, true, None)
+                .inspect_err(|_| self.destroy(ObjectRef::Vm(handle)))?;
+            self.memory.at(node).fixed.set(true);
+        }
+        Ok(handle)
     }
 
     /// Destroys an object whose last capability was removed.

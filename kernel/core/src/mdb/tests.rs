@@ -468,6 +468,46 @@ fn against_the_model(seed: u64) {
 }
 
 #[test]
+fn every_nested_vm_has_the_device_of_guests() {
+    on_cpu(0);
+    let mut kernel = kernel(256);
+    let owner = task(&kernel, None);
+    give_memory(&kernel, owner, 0x10, 0);
+    let device = Extent { kind: ItemKind::Memory, base: 0x8010, physical: 0x8040, order: 1 };
+    machine(|machine| machine.guest_device.set(Some(device)));
+    let vm = kernel.new_vm(None, abi::vm_mode::NESTED).unwrap();
+    let at = |kernel: &K, vm, page| {
+        let (physical, access) = translate(kernel, SpaceRef::Vm(vm), page)?;
+        assert!(access.device && access.write && !access.execute);
+        Some(physical)
+    };
+    let pages = [0x800f, 0x8010, 0x8011, 0x8012].map(|page| at(&kernel, vm, page));
+    assert_eq!(pages, [None, Some(0x8040), Some(0x8041), None]);
+    // Nothing takes its place, and nothing takes it away.
+    let page = memory_item(0, rights::ALL);
+    let delegated = kernel.delegate(owner, page, 0x10, SpaceRef::Vm(vm), 0x8011);
+    assert_eq!(delegated, Err(Status::Busy));
+    // A VM that does not get it, for lack of kernel memory, does not remain.
+    let mut refused = 0;
+    for frames in 0..8 {
+        let before = kernel.memory.free_frames();
+        let factory = kernel.memory.new_factory(None, frames, 0, 0).unwrap();
+        let created = kernel.new_vm(Some(factory), abi::vm_mode::NESTED);
+        refused += u32::from(created.is_err());
+        if let Ok(vm) = created {
+            kernel.destroy(ObjectRef::Vm(vm));
+        }
+        while !kernel.reap(&mut { work::WORK }) {}
+        kernel.memory.destroy_factory(factory);
+        finish(&mut kernel);
+        assert_eq!(kernel.memory.free_frames(), before, "{frames}");
+    }
+    assert!((2..8).contains(&refused), "{refused}");
+    let other = kernel.new_vm(None, abi::vm_mode::GUEST_VIRTUAL).unwrap();
+    assert_eq!(at(&kernel, other, 0x8010), None);
+}
+
+#[test]
 fn cpus_see_the_changes_of_a_vm() {
     on_cpu(0);
     let mut kernel = kernel(256);

@@ -200,6 +200,7 @@ impl<'a> Manager<'a> {
                 virtio_console: vm.virtio_console,
                 vtlb: vm.vtlb,
                 xcr0_mask: machine.xcr0_mask,
+                gicv2: machine.features & boot::FEATURE_GICV2 != 0,
                 seed,
                 attachments,
                 channels,

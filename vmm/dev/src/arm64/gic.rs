@@ -1,17 +1,24 @@
-//! Interrupt controller GICv3: distributor and redistributors. The interface to a CPU is the
-//! processor's own, into which the host puts what [`Gic::take_virq`] returns.
+//! Interrupt controller GICv3, distributor and redistributors, or GICv2, distributor alone
+//! (`v2.rs`). The interface to a CPU is the processor's own, into which the host puts what
+//! [`Gic::take_virq`] returns.
 //!
-//! State: for each interrupt group, enable, pending, level, trigger, priority, and route; whether
-//! the host has a level-triggered interrupt whose end it has not reported yet.
+//! State: for each interrupt group, enable, pending, level, trigger, priority, and route; the CPUs
+//! that have sent each SGI (GICv2); whether the host has a level-triggered interrupt whose end it
+//! has not reported yet.
 //! Features: 16 SGIs, 16 private and 64 shared interrupts; one security state; affinity routing, to
-//! one CPU or to any (the first).
-//! Missing: group 0 (its interrupts stay pending), reads and writes of the active state,
-//! withdrawal of an interrupt that the host already has, messages (ITS).
-//! Documentation: Arm IHI 0069.
+//! one CPU or to any (the first), or with a GICv2 to the first of its targets.
+//! Missing: group 0 of a GICv3 (its interrupts stay pending), groups of a GICv2; reads and writes
+//! of the active state, withdrawal of an interrupt that the host already has, messages (ITS).
+//! Documentation: Arm IHI 0069, IHI 0048.
+
+mod bank;
+mod v2;
 
 use hw_arm64::gic::distributor::*;
-use hw_arm64::gic::{FIRST_SHARED, SoftwareInterrupt, bits, redistributor};
+use hw_arm64::gic::{FIRST_SHARED, SoftwareInterrupt, Version, bits, redistributor};
 use vmm_bus::Access;
+
+use bank::Bank;
 
 /// Words of 32 shared interrupts.
 const SHARED_WORDS: usize = 2;
@@ -23,11 +30,13 @@ pub const TIMER: u32 = 27;
 const TYPE: u32 = 9 << 19 | 1 << 25;
 /// SGIs, which are always edge-triggered.
 const SGIS: u32 = 0xffff;
+/// Number of SGIs.
+const SGI_COUNT: usize = 16;
 
 /// An interrupt for a CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Virq {
-    /// Its number.
+    /// Its number. An SGI of a GICv2 has the CPU that has sent it from bit 10 on.
     pub number: u32,
     /// Its priority; lower values are more urgent.
     pub priority: u8,
@@ -44,112 +53,35 @@ pub struct Sgis {
     pub priorities: [u8; 16],
 }
 
-/// 32 interrupts: a bit each.
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Bank {
-    group: u32,
-    enabled: u32,
-    pending: u32,
-    level: u32,
-    edge: u32,
-    /// The host has the interrupt until it reports the end.
-    in_service: u32,
-    priorities: [u8; 32],
-}
-
-impl Bank {
-    const RESET: Self = Self {
-        group: 0,
-        enabled: 0,
-        pending: 0,
-        level: 0,
-        edge: 0,
-        in_service: 0,
-        priorities: [0; 32],
-    };
-
-    /// Interrupts that a CPU is to get.
-    fn deliverable(&self) -> u32 {
-        let pending = self.pending | self.level & !self.edge;
-        self.group & self.enabled & pending & !self.in_service
-    }
-
-    fn set_level(&mut self, bit: u32, level: bool) {
-        if level && self.level & bit == 0 {
-            self.pending |= bit & self.edge;
-        }
-        self.level = self.level & !bit | if level { bit } else { 0 };
-    }
-
-    /// The most urgent of these interrupts.
-    fn most_urgent(&self, of: u32) -> Option<(u8, u32)> {
-        bits(of).map(|index| (self.priorities[index as usize], index)).min()
-    }
-
-    fn take(&mut self, index: u32) -> bool {
-        let bit = 1 << index;
-        self.pending &= !bit;
-        let is_level = self.edge & bit == 0;
-        self.in_service |= if is_level { bit } else { 0 };
-        is_level
-    }
-
-    /// Register at an offset of a register block that has a bit for each interrupt.
-    fn read_word(&self, block: usize) -> u32 {
-        match block {
-            IGROUPR => self.group,
-            ISENABLER | ICENABLER => self.enabled,
-            ISPENDR | ICPENDR => self.pending | self.level & !self.edge,
-            _ => 0,
-        }
-    }
-
-    fn write_word(&mut self, block: usize, value: u32) {
-        match block {
-            IGROUPR => self.group = value,
-            ISENABLER => self.enabled |= value,
-            ICENABLER => self.enabled &= !value,
-            ISPENDR => self.pending |= value,
-            ICPENDR => self.pending &= !value,
-            _ => {}
-        }
-    }
-
-    /// Triggers of 16 interrupts from `first` on: the upper of two bits is 1 for edges.
-    fn read_triggers(&self, first: u32) -> u32 {
-        (0..16).map(|index| (self.edge >> (first + index) & 1) << (2 * index + 1)).sum()
-    }
-
-    fn write_triggers(&mut self, first: u32, value: u32) {
-        for index in 0..16 {
-            let bit = 1 << (first + index);
-            let is_edge = value >> (2 * index + 1) & 1 != 0;
-            self.edge = self.edge & !bit | if is_edge { bit } else { 0 };
-        }
-    }
-}
-
 /// Distributor and redistributors of up to `CPUS` CPUs, whose affinities are their indices.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Gic<const CPUS: usize> {
+    version: Version,
     cpus: usize,
     is_enabled: bool,
     private: [Bank; CPUS],
     shared: [Bank; SHARED_WORDS],
+    /// GICv3: affinity of the target. GICv2: targets, a bit each.
     routes: [[u64; 32]; SHARED_WORDS],
+    /// GICv2: CPUs whose SGI is pending, a bit each, by target and number.
+    sources: [[u8; SGI_COUNT]; CPUS],
     /// The redistributor of a CPU sleeps: a bit each. Only software looks at it.
     asleep: u32,
 }
 
 impl<const CPUS: usize> Gic<CPUS> {
-    /// State after a reset, with this many CPUs.
-    pub const fn new(cpus: usize) -> Self {
+    /// State after a reset, with this many CPUs, at most eight in version 2.
+    pub fn new(version: Version, cpus: usize) -> Self {
+        // A GICv2 without groups delivers all interrupts.
+        let group = if version == Version::V2 { u32::MAX } else { 0 };
         Self {
+            version,
             cpus: if cpus < CPUS { cpus } else { CPUS },
             is_enabled: false,
-            private: [const { Bank { edge: SGIS, ..Bank::RESET } }; CPUS],
-            shared: [const { Bank::RESET }; SHARED_WORDS],
+            private: core::array::from_fn(|_| Bank { edge: SGIS, group, ..Bank::RESET }),
+            shared: core::array::from_fn(|_| Bank { group, ..Bank::RESET }),
             routes: [[0; 32]; SHARED_WORDS],
+            sources: [[0; SGI_COUNT]; CPUS],
             asleep: u32::MAX,
         }
     }
@@ -161,7 +93,7 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
-    /// Makes an SGI pending for the CPUs to which it is sent.
+    /// Makes an SGI of a GICv3 pending for the CPUs to which it is sent.
     pub fn send(&mut self, sender: usize, interrupt: SoftwareInterrupt) {
         for (cpu, bank) in self.private[..self.cpus].iter_mut().enumerate() {
             if interrupt.is_for(cpu as u64, cpu == sender) {
@@ -182,6 +114,8 @@ impl<const CPUS: usize> Gic<CPUS> {
             Some((word, _)) => self.shared[word].take(number % 32),
             None => self.private[cpu].take(number),
         };
+        let number =
+            if self.version == Version::V2 { self.with_source(cpu, number) } else { number };
         Some(Virq { number, priority, report_end })
     }
 
@@ -202,17 +136,24 @@ impl<const CPUS: usize> Gic<CPUS> {
         is_enabled.then_some(Virq { number: TIMER, priority, report_end: false })
     }
 
-    /// SGIs of a CPU.
+    /// SGIs of a CPU; those of a GICv2 are sent by a register of the distributor.
     pub fn sgis(&self, cpu: usize) -> Sgis {
+        if self.version == Version::V2 {
+            return Sgis::default();
+        }
         let Bank { group, enabled, priorities, .. } = &self.private[cpu];
         let enabled = if self.is_enabled { (group & enabled & SGIS) as u16 } else { 0 };
         Sgis { enabled, priorities: core::array::from_fn(|number| priorities[number]) }
     }
 
-    /// CPUs whose [`Gic::sgis`] or [`Gic::timer_virq`] may have changed by a write to the
-    /// distributor: a bit each.
-    pub fn changed_by_distributor(&self, access: Access) -> u32 {
-        if access.offset as usize == CTLR { ((1u64 << self.cpus) - 1) as u32 } else { 0 }
+    /// CPUs whose [`Gic::sgis`] or [`Gic::timer_virq`] may have changed by a write of this CPU to
+    /// the distributor: a bit each.
+    pub fn changed_by_distributor(&self, cpu: usize, access: Access) -> u32 {
+        let own = self.version == Version::V2 && v2::is_private(access.offset as usize);
+        match access.offset as usize {
+            CTLR => ((1u64 << self.cpus) - 1) as u32,
+            _ => u32::from(own) << cpu,
+        }
     }
 
     /// The same by a write to the redistributors.
@@ -237,14 +178,23 @@ impl<const CPUS: usize> Gic<CPUS> {
         next
     }
 
+    /// Returns the CPU to which a shared interrupt goes; `None`: there is no such CPU.
+    pub fn target(&self, number: u32) -> Option<usize> {
+        let (word, _) = shared(number)?;
+        let route = self.routes[word][number as usize % 32];
+        let cpu = match self.version {
+            Version::V2 => route.trailing_zeros() as usize,
+            Version::V3 if route & ANY != 0 => 0,
+            Version::V3 => usize::try_from(route).ok()?,
+        };
+        (cpu < self.cpus).then_some(cpu)
+    }
+
     /// Those of the interrupts of a word that go to this CPU.
     fn routed(&self, word: usize, of: u32, cpu: usize) -> u32 {
-        let is_for = |route: u64| match route & ANY != 0 {
-            true => cpu == 0,
-            false => route == cpu as u64,
-        };
+        let number = |index| FIRST_SHARED + 32 * word as u32 + index;
         bits(of)
-            .filter(|&index| is_for(self.routes[word][index as usize]))
+            .filter(|&index| self.target(number(index)) == Some(cpu))
             .map(|index| 1 << index)
             .sum()
     }
@@ -254,8 +204,23 @@ impl<const CPUS: usize> Gic<CPUS> {
         self.shared.get(word.checked_sub(1)?)
     }
 
-    /// Reads a register of the distributor.
-    pub fn read_distributor(&self, access: Access) -> u64 {
+    /// Reads a register of the distributor, on a CPU.
+    pub fn read_distributor(&self, cpu: usize, access: Access) -> u64 {
+        match self.version {
+            Version::V2 => self.read_v2(cpu, access),
+            Version::V3 => self.read_v3(access),
+        }
+    }
+
+    /// Writes a register of the distributor, on a CPU.
+    pub fn write_distributor(&mut self, cpu: usize, access: Access, value: u64) {
+        match self.version {
+            Version::V2 => self.write_v2(cpu, access, value),
+            Version::V3 => self.write_v3(access, value),
+        }
+    }
+
+    fn read_v3(&self, access: Access) -> u64 {
         let offset = access.offset as usize;
         match offset {
             CTLR => (ONE_STATE | if self.is_enabled { ENABLE_GROUP_1 } else { 0 }).into(),
@@ -264,7 +229,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             IGROUPR..IPRIORITYR => {
                 self.bank(offset % 0x80 / 4).map_or(0, |bank| bank.read_word(offset & !0x7f).into())
             }
-            IPRIORITYR..0x800 => bytes(access, |number| {
+            IPRIORITYR..0x800 => bytes(access, IPRIORITYR, |number| {
                 Some(self.shared[shared(number)?.0].priorities[number as usize % 32])
             }),
             ICFGR..0xd00 => {
@@ -282,8 +247,7 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
-    /// Writes a register of the distributor.
-    pub fn write_distributor(&mut self, access: Access, value: u64) {
+    fn write_v3(&mut self, access: Access, value: u64) {
         let offset = access.offset as usize;
         match offset {
             CTLR => self.is_enabled = value as u32 & ENABLE_GROUP_1 != 0,
@@ -293,7 +257,7 @@ impl<const CPUS: usize> Gic<CPUS> {
                     bank.write_word(offset & !0x7f, value as u32);
                 }
             }
-            IPRIORITYR..0x800 => for_each_byte(access, value, |number, priority| {
+            IPRIORITYR..0x800 => for_each_byte(access, IPRIORITYR, value, |number, priority| {
                 if let Some((word, _)) = shared(number) {
                     self.shared[word].priorities[number as usize % 32] = priority;
                 }
@@ -347,7 +311,7 @@ impl<const CPUS: usize> Gic<CPUS> {
                 }
                 Some(offset @ IPRIORITYR..0x420) => {
                     let place = Access::new(offset as u64, access.size);
-                    bytes(place, |number| bank.priorities.get(number as usize).copied())
+                    bytes(place, IPRIORITYR, |number| bank.priorities.get(number as usize).copied())
                 }
                 Some(ICFGR) => bank.read_triggers(0).into(),
                 Some(0xc04) => bank.read_triggers(16).into(),
@@ -372,7 +336,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             }
             Some(offset @ IPRIORITYR..0x420) => {
                 let place = Access::new(offset as u64, access.size);
-                for_each_byte(place, value, |number, priority| {
+                for_each_byte(place, IPRIORITYR, value, |number, priority| {
                     if let Some(place) = bank.priorities.get_mut(number as usize) {
                         *place = priority;
                     }
@@ -383,11 +347,11 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
-    /// CPU of an access to the redistributors, and offset in its frames.
+    /// CPU of an access to the redistributors, and offset in its frames; `None`: there is none.
     fn frame(&self, access: Access) -> Option<(usize, usize)> {
         let cpu = (access.offset / redistributor::LENGTH) as usize;
         let offset = (access.offset % redistributor::LENGTH) as usize;
-        (cpu < self.cpus).then_some((cpu, offset))
+        (cpu < self.cpus && self.version == Version::V3).then_some((cpu, offset))
     }
 }
 
@@ -397,132 +361,19 @@ fn shared(number: u32) -> Option<(usize, u32)> {
     (number < INTERRUPTS).then_some((index as usize / 32, 1 << (index % 32)))
 }
 
-/// Value of an access to priorities, one byte for each interrupt.
-fn bytes(access: Access, read: impl Fn(u32) -> Option<u8>) -> u64 {
-    let first = access.offset as u32 - IPRIORITYR as u32;
+/// Value of an access to registers from `block` on with a byte for each interrupt.
+fn bytes(access: Access, block: usize, read: impl Fn(u32) -> Option<u8>) -> u64 {
+    let first = (access.offset as usize - block) as u32;
     let byte = |index: u32| u64::from(read(first + index).unwrap_or(0)) << (8 * index);
     (0..u32::from(access.size)).map(byte).sum()
 }
 
-fn for_each_byte(access: Access, value: u64, mut write: impl FnMut(u32, u8)) {
-    let first = access.offset as u32 - IPRIORITYR as u32;
+fn for_each_byte(access: Access, block: usize, value: u64, mut write: impl FnMut(u32, u8)) {
+    let first = (access.offset as usize - block) as u32;
     for index in 0..u32::from(access.size) {
         write(first + index, (value >> (8 * index)) as u8);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn word(offset: usize) -> Access {
-        Access::new(offset as u64, 4)
-    }
-
-    /// A controller that a guest has set up, with two CPUs.
-    fn enabled() -> Gic<4> {
-        let mut gic = Gic::new(2);
-        gic.write_distributor(word(CTLR), 0x13);
-        gic.write_distributor(word(IGROUPR + 4), 0xffff_ffff);
-        gic.write_distributor(word(ISENABLER + 4), 0b11);
-        gic.write_distributor(word(IPRIORITYR + 32), 0xa0b0);
-        for cpu in 0..2 {
-            let frame = cpu * redistributor::LENGTH as usize + redistributor::PRIVATE;
-            gic.write_redistributor(word(frame + IGROUPR), 0xffff_ffff);
-            gic.write_redistributor(word(frame + ISENABLER), 0x0800_ffff);
-            gic.write_redistributor(word(frame + IPRIORITYR), 0xc0c0_c0c0);
-        }
-        gic
-    }
-
-    #[test]
-    fn levels_come_again_while_they_last() {
-        let mut gic = enabled();
-        gic.set_level(33, true);
-        gic.set_level(32, true);
-        let first = Virq { number: 33, priority: 0xa0, report_end: true };
-        assert_eq!(gic.take_virq(0), Some(first));
-        assert_eq!(gic.take_virq(0).map(|virq| virq.number), Some(32));
-        assert!(!gic.is_waiting(0) && !gic.is_waiting(1));
-        gic.end_virq(0, 33);
-        assert!(gic.is_waiting(0));
-        gic.set_level(33, false);
-        assert!(!gic.is_waiting(0));
-    }
-
-    #[test]
-    fn routes_and_edges() {
-        let mut gic = enabled();
-        gic.write_distributor(Access::new((IROUTER + 8 * 32) as u64, 8), 1);
-        gic.write_distributor(word(ICFGR + 8), 0b10);
-        assert_eq!(gic.read_distributor(word(ICFGR + 8)), 0b10);
-        gic.set_level(32, true);
-        gic.set_level(32, false);
-        assert!(!gic.is_waiting(0));
-        let virq = Virq { number: 32, priority: 0xb0, report_end: false };
-        assert_eq!((gic.take_virq(1), gic.take_virq(1)), (Some(virq), None));
-    }
-
-    #[test]
-    fn software_interrupts_and_timers() {
-        let mut gic = enabled();
-        gic.send(0, SoftwareInterrupt::decode(1 << 40 | 3 << 24));
-        assert!(!gic.is_waiting(0));
-        let virq = Virq { number: 3, priority: 0xc0, report_end: false };
-        assert_eq!(gic.take_virq(1), Some(virq));
-        assert_eq!(gic.timer_virq(1).map(|virq| virq.number), Some(TIMER));
-        gic.write_redistributor(word(redistributor::PRIVATE + ICENABLER), 1 << TIMER);
-        assert_eq!(gic.timer_virq(0), None);
-    }
-
-    #[test]
-    fn settings_of_a_cpu() {
-        let mut gic = enabled();
-        let frame = redistributor::LENGTH as usize + redistributor::PRIVATE;
-        gic.write_redistributor(word(frame + ICENABLER), 1 << 4);
-        let second = gic.sgis(1);
-        assert_eq!(second.enabled, 0xffef);
-        assert_eq!(second.priorities[..5], [0xc0, 0xc0, 0xc0, 0xc0, 0]);
-        assert_eq!(gic.sgis(0).enabled, 0xffff);
-        assert_eq!(gic.changed_by_redistributor(word(frame + ICENABLER)), 0b10);
-        assert_eq!(gic.changed_by_redistributor(word(4 * frame)), 0);
-        assert_eq!(gic.changed_by_distributor(word(CTLR)), 0b11);
-        assert_eq!(gic.changed_by_distributor(word(ISENABLER + 4)), 0);
-        gic.write_distributor(word(CTLR), 0);
-        assert_eq!(gic.sgis(0).enabled, 0);
-    }
-
-    #[test]
-    fn identification() {
-        let gic = enabled();
-        assert_eq!(gic.read_distributor(word(PIDR2)) >> 4 & 15, 3);
-        assert_eq!(gic.read_distributor(word(TYPER)) & 31, 2);
-        let second = redistributor::LENGTH + redistributor::TYPER as u64;
-        assert_eq!(gic.read_redistributor(Access::new(second, 8)), 1 << 32 | 1 << 8 | 1 << 4);
-        assert_eq!(gic.read_redistributor(Access::new(2 * redistributor::LENGTH, 4)), 0);
-    }
-
-    #[test]
-    fn no_access_is_fatal() {
-        let mut gic = enabled();
-        for offset in 0..4 * redistributor::LENGTH {
-            for size in [1, 2, 4, 8] {
-                let access = Access::new(offset, size);
-                if !offset.is_multiple_of(size.into()) {
-                    continue;
-                }
-                gic.write_redistributor(access, u64::MAX);
-                gic.read_redistributor(access);
-                if offset < LENGTH {
-                    gic.write_distributor(access, u64::MAX);
-                    gic.read_distributor(access);
-                }
-            }
-        }
-        for number in 0..1100 {
-            gic.set_level(number, true);
-            gic.end_virq(0, number);
-        }
-        while gic.take_virq(0).is_some() {}
-    }
-}
+mod tests;

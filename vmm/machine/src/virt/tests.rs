@@ -44,6 +44,23 @@ impl Host for ScriptHost {
 }
 
 #[test]
+fn completions_go_to_the_vcpu_with_the_interrupt() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    let route = |slot| {
+        let interrupt = u64::from(layout::device_interrupt(slot, 0));
+        layout::DISTRIBUTOR + distributor::IROUTER as u64 + 8 * interrupt
+    };
+    bus.mmio_write(0, route(2), 8, 1);
+    // An affinity of none, and any vCPU.
+    bus.mmio_write(0, route(3), 8, 9);
+    bus.mmio_write(0, route(4), 8, 1 << 31);
+    assert_eq!([1, 2, 3, 4].map(|slot| virt.target(slot)), [0, 1, 0, 0]);
+}
+
+#[test]
 fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
     let memory = testing::memory(&[(layout::RAM, 4096)]);
     let virt = Virt::<Spin, 4>::new(config(), &memory, ());
@@ -114,7 +131,36 @@ fn config() -> VirtConfig {
         clock: CounterClock::new(1000, 0),
         start_unix: Duration::from_secs(100),
         start: START,
+        gic: Version::V3,
     }
+}
+
+#[test]
+fn a_gicv2_has_one_distributor_for_all() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let config = VirtConfig { gic: Version::V2, ..config() };
+    let virt = Virt::<Spin, 4>::new(config, &memory, ());
+    let mut host = ScriptHost { room: 4, is_running: true, ..ScriptHost::default() };
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.start(1, START);
+    bus.service_timers(0);
+    bus.service_timers(1);
+    virt.devices.lock().power[1] = Power::On;
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 1);
+    // The registers of private interrupts are those of the vCPU that accesses them.
+    let enables = layout::DISTRIBUTOR + 0x100;
+    let mut other_host = ScriptHost::default();
+    let mut other = CpuBus { virt: &virt, host: &mut other_host, cpu: 1, needs_service: false };
+    other.mmio_write(1, enables, 4, 1 << 2);
+    assert_eq!((bus.mmio_read(0, enables, 4), other.mmio_read(1, enables, 4)), (0, 1 << 2));
+    bus.service_timers(1);
+    // SGI 2 of vCPU 0 to vCPU 1, which runs.
+    bus.mmio_write(0, layout::DISTRIBUTOR + 0xf00, 4, 2 << 16 | 2);
+    assert_eq!(bus.host.put, [(1, 2)]);
+    assert_eq!(other.host.enabled_sgis, [0, 0], "the host delivers none by itself");
+    // The CPU's interface is memory of the guest, and there are no redistributors.
+    assert!(!bus.has_device(layout::CPU_INTERFACE));
+    assert_eq!(bus.mmio_read(0, layout::REDISTRIBUTORS + 0x8, 8), 0);
 }
 
 #[test]

@@ -1,0 +1,111 @@
+//! Exits of guests: those that the kernel handles, and the others for the VMM.
+
+use abi::vcpu::arm64::{VcpuState, exit as arm64_exit};
+use abi::vcpu::{HYPERCALL_DOORBELL, exit};
+use hw_arm64::esr::{self, class};
+use kernel_core::Kernel;
+use kernel_core::object::Vm;
+use kernel_run::exit::ReturnToUser;
+
+use super::guest_entry::GuestEntry;
+use super::{
+    GuestCpu, INSTRUCTION, count_handled, fault, features, float, return_exit, sgi, virqs, wait,
+};
+use crate::entry::{GuestExit, exit_kind};
+use crate::run::handle_interrupts;
+use crate::{Arm64, time};
+
+/// Registers by number in the hypercall convention.
+const NUMBER: usize = 0;
+const ARGUMENT: usize = 1;
+
+/// Handles an exit. Returns it to the VMM unless the kernel handles it alone.
+pub fn handle(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
+    entry: GuestEntry<'_>,
+    GuestExit { syndrome, kind }: GuestExit,
+) -> Option<ReturnToUser<Arm64>> {
+    let state = entry.state();
+    if kind == exit_kind::INTERRUPT {
+        if let Some(number) = virqs::take_ended() {
+            return Some(return_exit(kernel, entry, arm64_exit::VIRQ_ENDED, number));
+        }
+        count_handled(kernel, state);
+        handle_interrupts(kernel, cpu_index);
+        return after_interrupt(kernel, cpu_index);
+    }
+    let reason = match (kind, esr::class(syndrome)) {
+        (exit_kind::SYNCHRONOUS, class::HYPERVISOR_CALL) => {
+            if handle_hypercall(kernel, entry.vm, state) {
+                count_handled(kernel, state);
+                return None;
+            }
+            exit::HYPERCALL
+        }
+        (exit_kind::SYNCHRONOUS, class::WAIT) => {
+            state.pc.add(esr::instruction_length(syndrome));
+            wait::begin(kernel, cpu_index, entry)?
+        }
+        (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
+            let Some(address) = fault::address(syndrome) else {
+                // The guest's own translation has changed meanwhile: it accesses again.
+                count_handled(kernel, state);
+                return None;
+            };
+            state.run.fault_address.set(address);
+            let to_vmm = return_exit(kernel, entry, exit::MEMORY_FAULT, fault::kind(syndrome));
+            return Some(to_vmm);
+        }
+        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
+            if sgi::send(kernel, entry, syndrome) || identify(state, syndrome) {
+                state.pc.add(INSTRUCTION);
+                count_handled(kernel, state);
+                return None;
+            }
+            arm64_exit::SYSTEM_REGISTER
+        }
+        (exit_kind::SYNCHRONOUS, class::SECURE_CALL) => arm64_exit::SECURE_CALL,
+        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => {
+            float::take_over(kernel, local, entry.vcpu);
+            count_handled(kernel, state);
+            return None;
+        }
+        _ => exit::UNKNOWN,
+    };
+    Some(return_exit(kernel, entry, reason, syndrome))
+}
+
+/// Handles a hypercall of the kernel's own, except that of the version, which the entry code
+/// answers. Returns whether it was one.
+fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
+    let result = match state.x[NUMBER].get() {
+        HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
+        _ => return false,
+    };
+    state.x[NUMBER].set(result);
+    true
+}
+
+/// Handles a read of an identification register, whose instruction the caller skips. Returns
+/// whether it was one.
+fn identify(state: &VcpuState, syndrome: u64) -> bool {
+    let access = esr::system_access(syndrome);
+    let Some(value) = features::read(access) else { return false };
+    if let Some(register) = state.x.get(access.general) {
+        register.set(value);
+    }
+    true
+}
+
+/// Returns an exit to the VMM after an interrupt of the host, if the vCPU's deadline has passed.
+fn after_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize) -> Option<ReturnToUser<Arm64>> {
+    // The thread may have been stopped, or its `VcpuRun` aborted.
+    let entry = GuestEntry::current(kernel, cpu_index)?;
+    if entry.state().run.deadline.get() <= time::counter() {
+        // Another thread may be current by now: `pick_next` chooses.
+        return_exit(kernel, entry, exit::DEADLINE, 0);
+    }
+    None
+}
