@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local
 // storage, also in threads and processes that take turns; signals; 64-bit code on the way. Without
-// a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls, those
-// of the page of old calls (`vsyscall`), and loads such segments.
+// a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
+// and those of the page of old calls (`vsyscall`).
 #define NOINLINE __attribute__((noinline))
 
 typedef unsigned int u32;
@@ -53,6 +53,7 @@ static void check(int is_right, const char *what)
 	}
 }
 
+#ifdef __i386__
 struct description {
 	u32 number, base, limit, flags;
 };
@@ -62,20 +63,17 @@ static u32 areas[4] = { 0x1111, 0x2222, 0x3333, 0x4444 };
 // A description of an area for thread-local storage: 32 bits, limit in pages, usable.
 static struct description describe(u32 number, u32 *area)
 {
-	struct description wanted = { number, (u32)(long)area, 0xfffff, 0x51 };
+	struct description wanted = { number, (u32)area, 0xfffff, 0x51 };
 	return wanted;
 }
 
 // Makes %gs lead to an area; the number of the descriptor.
 static u32 use(u32 number, u32 *area)
 {
-	// One for each area, since threads use different ones; where 32-bit addresses reach it.
-	static struct description all[sizeof areas / sizeof *areas];
-	struct description *wanted = &all[area - areas];
-	*wanted = describe(number, area);
-	check(call(SET_THREAD_AREA, (long)wanted, 0, 0, 0) == 0, "set_thread_area");
-	asm volatile("mov %w0, %%gs" : : "r"(wanted->number * 8 + 3));
-	return wanted->number;
+	struct description wanted = describe(number, area);
+	check(call(SET_THREAD_AREA, (long)&wanted, 0, 0, 0) == 0, "set_thread_area");
+	asm volatile("mov %w0, %%gs" : : "r"(wanted.number * 8 + 3));
+	return wanted.number;
 }
 
 static u32 local(void)
@@ -85,7 +83,6 @@ static u32 local(void)
 	return value;
 }
 
-#ifdef __i386__
 static u32 selectors(void)
 {
 	u32 ds, es, gs;
@@ -260,55 +257,6 @@ static void old_calls(void)
 	say("old calls: all well\n");
 }
 
-static char stack[16384] __attribute__((aligned(16)));
-static volatile u32 done;
-extern long clone_thread(long flags, void *top);
-asm("clone_thread: mov $56, %eax; syscall; test %rax, %rax; jz thread; ret");
-
-// Loads its own segment in turn with another thread. From a few calls on, the kernel is entered
-// and left by the fastest way that a back end has.
-static void take_turns(u32 number, u32 value)
-{
-	for (u32 round = 0; round < 2000; round++) {
-		long result;
-		asm volatile("mov %w0, %%gs" : : "r"(number * 8 + 3));
-		check(local() == value, "another thread's segment in 64-bit code");
-		asm volatile("mov $24, %%eax; syscall" : "=a"(result) : : "rcx", "r11", "memory");
-		check(result == 0 && local() == value, "a segment after a call");
-	}
-}
-
-__attribute__((used)) void thread(void)
-{
-	take_turns(use(12, &areas[1]), areas[1]);
-	done = 1;
-	end(0);
-}
-
-static void segments(void)
-{
-	u32 number = use(-1, &areas[0]);
-	check(number == 12 && local() == areas[0], "a segment of 64-bit code");
-	use(number, &areas[2]);
-	check(local() == areas[2], "a segment that has changed");
-	use(number, &areas[0]);
-	// CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM
-	check(clone_thread(0x00050f00, stack + sizeof stack) > 0, "clone");
-	take_turns(number, areas[0]);
-	while (!done)
-		call(SCHED_YIELD, 0, 0, 0, 0);
-	long child = call(FORK, 0, 0, 0, 0);
-	if (child == 0) {
-		check(local() == areas[0], "a segment of a child");
-		asm volatile("mov %w0, %%gs" : : "r"(0x7f));
-		end(0);
-	}
-	static int status;
-	check(call(WAITPID, child, (long)&status, 0, 0) == child, "waitpid");
-	check((status & 0x7f) == SIGSEGV, "a bad selector");
-	say("segments of 64-bit code: all well\n");
-}
-
 static void run(void)
 {
 	long own, found = call(GETPID, 0, 0, 0, 0);
@@ -316,7 +264,6 @@ static void run(void)
 	check(found == own, "getpid");
 	check(call(0x7fff, 0, 0, 0, 0) == -38, "a call that is none");
 	say("int 0x80 of 64-bit code: all well\n");
-	segments();
 	old_calls();
 	end(0);
 }

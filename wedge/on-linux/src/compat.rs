@@ -7,12 +7,6 @@
 //! call set_thread_area(2), the only interface, which accepts data segments only. Then the wedge
 //! loads the registers with the guest's selectors; when user mode stops, it reads them back.
 //!
-//! 64-bit code may load TLS descriptors, too, as translators of 32-bit applications do. The first
-//! time it faults, because the host has none ([`lacks_descriptors`]). From then on
-//! ([`is_in_long_mode`]) each of the process's system calls arrives by signal, so that the wedge
-//! records the selectors, and each return to user mode leaves the guest kernel through the wedge,
-//! which loads the descriptors of the thread.
-//!
 //! Nothing else depends on segment registers: wedge and guest kernel are 64-bit code, and set the
 //! bases of `FS` and `GS` without selectors.
 
@@ -40,31 +34,14 @@ const FS: usize = 4;
 const GS: usize = 5;
 
 /// Returns whether user mode uses segment selectors: 32-bit code, or 64-bit code that has loaded
-/// selectors, or for which the host has TLS descriptors. Linux sets no selectors for 64-bit user
-/// code.
+/// selectors. Linux sets none for 64-bit user code.
 pub fn has_selectors(cpu: &VirtualCpu) -> bool {
     let has = |register: usize| cpu.segments[register].selector & !3 != 0;
-    cpu.cpl == 3
-        && (!cpu.is_64_bit()
-            || [ES, DS, FS, GS].into_iter().any(has)
-            || process().thread_local.get().is_used())
+    cpu.cpl == 3 && (!cpu.is_64_bit() || [ES, DS, FS, GS].into_iter().any(has))
 }
 
-/// Returns whether 64-bit code of this process uses TLS descriptors.
-pub fn is_in_long_mode() -> bool {
-    process().thread_local.get().is_in_long_mode
-}
-
-/// Returns whether user mode may have faulted because the host's TLS descriptors differ from the
-/// guest's. [`load_segments`] sets them.
-pub fn lacks_descriptors(cpu: &VirtualCpu, memory: &GuestMemory) -> bool {
-    cpu.cpl == 3
-        && process().thread_local.get().descriptors != cpu.descriptors::<TLS_COUNT>(memory, FIRST)
-}
-
-/// Prepares the host CPU for user code with selectors. Returns whether it is the first 64-bit code
-/// of this process with TLS descriptors.
-pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) -> bool {
+/// Prepares the host CPU for user code with selectors.
+pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     if !cpu.is_64_bit() {
         // 32-bit code has a 32-bit instruction pointer.
         cpu.frame.rip &= u64::from(u32::MAX);
@@ -84,10 +61,8 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) -> bool {
                 host.usable[index] = accepted && descriptor != 0;
             }
         }
+        process().thread_local.set(host);
     }
-    let was_in_long_mode = host.is_in_long_mode;
-    host.is_in_long_mode = host.is_used() && (was_in_long_mode || cpu.is_64_bit());
-    process().thread_local.set(host);
     let selector = |register: usize| {
         let selector = cpu.segments[register].selector;
         let index = (selector | 3).wrapping_sub(FIRST) / 8;
@@ -114,7 +89,6 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) -> bool {
     }
     // Loading a register, or changing its descriptor, has set its base.
     set_bases(fs_base, gs_base);
-    host.is_in_long_mode && !was_in_long_mode
 }
 
 /// Sets the bases of `FS` and `GS`.
@@ -139,7 +113,7 @@ pub fn set_gs_base(base: u64) {
 
 /// Returns the host's TLS descriptors as arguments of `set_thread_area`.
 pub fn areas() -> [[u32; 4]; TLS_COUNT] {
-    let ThreadLocal { descriptors, usable, .. } = process().thread_local.get();
+    let ThreadLocal { descriptors, usable } = process().thread_local.get();
     core::array::from_fn(|index| {
         describe(index, if usable[index] { descriptors[index] } else { 0 })
     })

@@ -280,7 +280,7 @@ impl LinuxVcpu<'_> {
             linux::SIGSYS if signal.vector == u64::from(signals::INT_80) => self.compat_call(),
             linux::SIGSYS => {
                 count(counter::CALLS);
-                if self.rewrites_calls && !compat::is_in_long_mode() {
+                if self.rewrites_calls {
                     self.space.mmu().on_syscall_trap(cpu, wedge_x86::call_entry());
                 }
                 cpu.system_call();
@@ -290,10 +290,6 @@ impl LinuxVcpu<'_> {
                 self.page_fault(signal.address, signal.code)
             }
             linux::SIGSEGV if signal.vector == u64::from(vector::PROTECTION) => {
-                if compat::lacks_descriptors(cpu, &self.memory) {
-                    self.load_segments();
-                    return StopAction::Resume;
-                }
                 let fault = Event::exception_code(vector::PROTECTION, signal.code as u32);
                 self.emulate_or_fault(fault)
             }

@@ -338,31 +338,22 @@ impl LinuxVcpu<'_> {
     /// Updates what the entry to the guest depends on.
     fn prepare_entry(&mut self) {
         let has_deferred = vcpu().deferred.load(Relaxed) != 0;
-        let is_needed = self.window != InterruptWindow::Nothing || has_deferred;
-        self.cpu.set_attention(is_needed || compat::is_in_long_mode());
+        self.cpu.set_attention(self.window != InterruptWindow::Nothing || has_deferred);
         if self.cpu.star != self.star {
             self.star = self.cpu.star;
             self.cpu.update_call_segments();
         }
         self.cpu.prepare_entry();
-        if compat::has_selectors(&self.cpu) {
-            self.load_segments();
-        }
         let cpu = &mut *self.cpu;
         if cpu.cpl == 3 && self.isolation.scans_code() && !shared().closed.load(Relaxed) {
             // The kernel has finished patching its code before it first enters user mode.
             close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
             shared().closed.store(true, Relaxed);
         }
-        self.space.sync_before_entry();
-    }
-
-    /// Prepares the host CPU for user code with selectors.
-    pub(super) fn load_segments(&mut self) {
-        if compat::load_segments(&mut self.cpu, &self.memory) {
-            // Rewritten calls do not record selectors.
-            self.space.mmu().drop_user_pages();
+        if compat::has_selectors(cpu) {
+            compat::load_segments(cpu, &self.memory);
         }
+        self.space.sync_before_entry();
     }
 }
 

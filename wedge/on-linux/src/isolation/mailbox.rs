@@ -33,7 +33,7 @@ pub struct Request {
     pub failed_parked: AtomicU32,
     /// Number of commands in the batch.
     pub used: AtomicU32,
-    /// Not 0: user code with selectors; load the descriptors, then the segment registers.
+    /// Not 0: 32-bit user code; load the descriptors, then the segment registers.
     pub is_compat: AtomicU32,
     /// Selectors of `ES`, `DS`, `FS`, `GS`.
     pub selectors: [AtomicU32; 4],
@@ -106,8 +106,6 @@ pub struct UserProcess {
     pub cpu: u32,
     /// User mode's selectors in `ES`, `DS`, `FS`, `GS`.
     pub selectors: [u16; 4],
-    /// It has TLS descriptors of the guest.
-    pub has_areas: bool,
     /// Consecutive processes that were replaced because a batch had failed.
     pub failures: u32,
     /// The process was abandoned, because a mapping call has failed.

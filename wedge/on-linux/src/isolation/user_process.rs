@@ -266,7 +266,6 @@ impl UserProcess {
         }
         self.process = response.process.load(Relaxed) as u32;
         self.cpu = 0;
-        self.has_areas = false;
         request.batch.store(1, SeqCst);
     }
 
@@ -442,8 +441,8 @@ impl UserProcess {
 
     /// Writes the vCPU's registers to the user thread's signal context. All of the context is
     /// written, because user mode may have changed it.
-    fn write_context(&mut self, cpu: &VirtualCpu) {
-        let peer = &*self;
+    fn write_context(&self, cpu: &VirtualCpu) {
+        let peer = self;
         let request = &mailbox().request;
         let mut words = peer.template;
         for (word, register) in words[5..].iter_mut().zip(signals::ORDER) {
@@ -466,7 +465,7 @@ impl UserProcess {
         let (fs, gs) = compat::bases();
         request.bases[0].store(fs, Relaxed);
         request.bases[1].store(gs, Relaxed);
-        let is_compat = has(option::COMPAT) && (compat::has_selectors(cpu) || self.has_areas);
+        let is_compat = has(option::COMPAT) && compat::has_selectors(cpu);
         if is_compat {
             for (to, area) in request.areas.iter().zip(compat::areas()) {
                 to.iter().zip(area).for_each(|(to, word)| to.store(word, Relaxed));
@@ -476,8 +475,6 @@ impl UserProcess {
             }
         }
         request.is_compat.store(is_compat.into(), Relaxed);
-        // The next entry removes areas that the guest's table does not have any more.
-        self.has_areas = is_compat && process().thread_local.get().is_used();
     }
 
     /// Reads the vCPU's registers from the user thread's signal context, restricted to values that

@@ -69,15 +69,6 @@ pub struct ThreadLocal {
     pub descriptors: [u64; TLS_COUNT],
     /// Descriptors that the host has accepted.
     pub usable: [bool; TLS_COUNT],
-    /// 64-bit code has run with some of them.
-    pub is_in_long_mode: bool,
-}
-
-impl ThreadLocal {
-    /// Returns whether a selector of one of them can be loaded.
-    pub fn is_used(&self) -> bool {
-        self.usable.contains(&true)
-    }
 }
 
 /// Layout of an XSAVE area.
