@@ -57,8 +57,8 @@ pub fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // The shell routes interrupts to CPU 1, and on x86-64 Linux has done so with the disk's:
-            // the servers signal this vCPU, not the first one.
+            // The shell routes interrupts to CPU 1; on x86-64 Linux has done so with the disk's.
+            // The servers signal this vCPU, not the first one.
             cpus: &[2],
             backends: BOTH_ARCHITECTURES,
             steps: vec![
