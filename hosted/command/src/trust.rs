@@ -105,16 +105,34 @@ impl TrustedOwners {
 /// root has an ID, or a text is malformed.
 fn unmapped(map: &str, overflow: &str) -> Option<u32> {
     let overflow = overflow.trim().parse().ok()?;
-    let mut count = 0;
-    for line in map.lines() {
+    let ranges = id_ranges(map)?;
+    let has_root = ranges.iter().any(|&[_, outside, length]| outside == 0 && length > 0);
+    (!ranges.is_empty() && !has_root).then_some(overflow)
+}
+
+/// Returns the ranges of [`ID_MAP`]; `None`: it is malformed.
+fn id_ranges(map: &str) -> Option<Vec<[u32; 3]>> {
+    let range = |line: &str| {
         let fields: Result<Vec<u32>, _> = line.split_whitespace().map(str::parse).collect();
-        let [_, outside, length] = fields.ok()?[..] else { return None };
-        if outside == 0 && length > 0 {
-            return None;
-        }
-        count += 1;
-    }
-    (count > 0).then_some(overflow)
+        fields.ok()?.try_into().ok()
+    };
+    map.lines().map(range).collect()
+}
+
+/// Returns whether this process is root for the services of the host: effective user 0, and not the
+/// root of a user namespace that an ordinary user has made, as rootless engines do.
+pub fn is_host_root() -> bool {
+    let map = fs::read_to_string(ID_MAP).unwrap_or_default();
+    parent_id(&map, Uid::effective().as_raw()) == Some(0)
+}
+
+/// Returns the ID of a user in the parent of this user namespace, by the contents of [`ID_MAP`].
+fn parent_id(map: &str, user: u32) -> Option<u32> {
+    let mut ranges = id_ranges(map)?.into_iter();
+    ranges.find_map(|[inside, outside, length]| {
+        let offset = user.checked_sub(inside).filter(|&offset| offset < length)?;
+        outside.checked_add(offset)
+    })
 }
 
 /// A component of a path.
@@ -242,6 +260,8 @@ mod tests {
         let rootless = "         0       1000          1\n         1     100000      65536\n";
         assert_eq!(unmapped(rootless, "65534\n"), Some(65534));
         assert_eq!(unmapped("0 1000 1\n", "99"), Some(99));
+        let parents = [0, 1, 65_536, 65_537].map(|user| parent_id(rootless, user));
+        assert_eq!(parents, [Some(1000), Some(100_000), Some(165_535), None]);
         let initial = "         0          0 4294967295\n";
         for (map, overflow) in [
             (initial, "65534\n"),

@@ -263,7 +263,7 @@ fn enter_cgroups(
 ) -> Result<(), Failure> {
     if let Some(scope) = &state.scope {
         // Of version 1, systemd makes the cgroup in its own hierarchy only.
-        state.cgroups = cgroup::places(&scope.enter()?);
+        state.cgroups = cgroup::places(&scope.enter(&bundle.host_limits)?);
         store.save(state)?;
         state.cgroups = cgroup::make(&state.cgroups)?;
         store.save(state)?;

@@ -101,10 +101,12 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     let (mut vm, control) = connect(store, &state)?;
     control.request(&mut vm, &AgentRequest::Limit { container: &state.id, limits })?;
     // The VM of a pod is in the cgroup of its sandbox.
-    match state.has_own_vm() {
-        true => cgroup::limit(&state.cgroups, &stated.host(bundle::extra(&state.annotations)?.0)),
-        false => Ok(()),
+    if !state.has_own_vm() {
+        return Ok(());
     }
+    let limits = stated.host(bundle::extra(&state.annotations)?.0);
+    cgroup::limit(&state.cgroups, &limits)?;
+    state.scope.map_or(Ok(()), |scope| scope.limit(&limits))
 }
 
 fn limits_of(arguments: &Update) -> Result<StatedLimits, Failure> {

@@ -1,9 +1,13 @@
 //! Cgroups of systemd: that of a container is a scope, which systemd makes for the carrier when
 //! asked over D-Bus, by busctl(1). systemd removes it with its last process.
+//!
+//! systemd knows the limits, too: when it reads its configuration again, it writes those that it
+//! knows to the cgroup (systemd.resource-control(5)).
 
+use crate::cgroup::{HostLimits, weight};
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
-use rustix::process::geteuid;
+use hosted_command::trust::is_host_root;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,6 +23,12 @@ const MANAGER: [&str; 3] =
 const DEFAULT_SLICE: &str = "system.slice";
 /// Cgroups of this process (cgroups(7)).
 const OWN: &str = "/proc/self/cgroup";
+/// Number of properties of a scope without limits, and of fields of each limit.
+const SCOPE_PROPERTIES: usize = 6;
+const FIELDS: usize = 3;
+/// A second, and the period of CPU quotas that is not stated, in microseconds.
+const SECOND: u64 = 1_000_000;
+const PERIOD: u64 = 100_000;
 /// Time for systemd to make a scope.
 const ATTEMPTS: u32 = 500;
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -70,22 +80,23 @@ impl Scope {
     ///
     /// # Errors
     /// systemd does not run, or refuses.
-    pub fn enter(&self) -> Result<PathBuf, Failure> {
+    pub fn enter(&self, limits: &HostLimits) -> Result<PathBuf, Failure> {
         let pid = std::process::id().to_string();
         #[rustfmt::skip]
-        let properties = [
-            "6",
+        let mut properties: Vec<String> = [
             "Description", "s", "container of parador-oci",
             "Slice", "s", &self.slice,
             "PIDs", "au", "1", &pid,
             "Delegate", "b", "true",
             "DefaultDependencies", "b", "false",
             "CollectMode", "s", "inactive-or-failed",
-            // No auxiliary units.
-            "0",
-        ];
-        let unit = [&*self.unit, "replace"];
-        call("StartTransientUnit", "ssa(sv)a(sa(sv))", &[&unit[..], &properties].concat())?;
+        ].map(str::to_owned).to_vec();
+        let limits = limit_properties(limits);
+        properties.insert(0, (SCOPE_PROPERTIES + limits.len() / FIELDS).to_string());
+        properties.extend(limits);
+        // No auxiliary units.
+        properties.push("0".to_owned());
+        self.call("StartTransientUnit", "ssa(sv)a(sa(sv))", "replace", &properties)?;
         for _ in 0..ATTEMPTS {
             let text = fs::read_to_string(OWN).file_error("read", Path::new(OWN))?;
             if let Some(path) = path_of(&text, &self.unit) {
@@ -95,20 +106,62 @@ impl Scope {
         }
         Err(refuse(format!("systemd has not made the scope {} within 5 s", self.unit)))
     }
+
+    /// Changes limits of the scope.
+    ///
+    /// # Errors
+    /// systemd does not run, or refuses.
+    pub fn limit(&self, limits: &HostLimits) -> Result<(), Failure> {
+        let mut properties = limit_properties(limits);
+        if properties.is_empty() {
+            return Ok(());
+        }
+        properties.insert(0, (properties.len() / FIELDS).to_string());
+        // Until the scope ends.
+        self.call("SetUnitProperties", "sba(sv)", "true", &properties)
+    }
+
+    /// Calls a method of the manager with the unit, an option and properties. The manager is that
+    /// of root, or of the user whose rootless engine makes this process the root of a user
+    /// namespace.
+    fn call(
+        &self,
+        method: &str,
+        signature: &str,
+        option: &str,
+        properties: &[String],
+    ) -> Result<(), Failure> {
+        let mut command = Command::new(CLIENT);
+        command.args((!is_host_root()).then_some("--user"));
+        command.args(["--quiet", "call"]).args(MANAGER).args([method, signature]);
+        command.args([&self.unit, option]).args(properties);
+        let ended = command.stdin(Stdio::null()).output().start_error(CLIENT)?;
+        if ended.status.success() {
+            return Ok(());
+        }
+        let errors = String::from_utf8_lossy(&ended.stderr);
+        let text = format!("systemd refuses {method}: {}", errors.trim());
+        Err(refuse(text).help("without systemd, set the engine's cgroup manager to cgroupfs"))
+    }
 }
 
-/// Calls a method of the manager: root's, or that of the user.
-fn call(method: &str, signature: &str, arguments: &[&str]) -> Result<(), Failure> {
-    let mut command = Command::new(CLIENT);
-    command.args((!geteuid().is_root()).then_some("--user"));
-    command.args(["--quiet", "call"]).args(MANAGER).args([method, signature]).args(arguments);
-    let ended = command.stdin(Stdio::null()).output().start_error(CLIENT)?;
-    if ended.status.success() {
-        return Ok(());
-    }
-    let errors = String::from_utf8_lossy(&ended.stderr);
-    let text = format!("systemd refuses {method}: {}", errors.trim());
-    Err(refuse(text).help("without systemd, set the engine's cgroup manager to cgroupfs"))
+/// Returns the properties of limits: name, type and value of each. systemd knows versions of
+/// cgroups, and takes [`u64::MAX`] as no limit.
+fn limit_properties(limits: &HostLimits) -> Vec<String> {
+    let quota = limits.cpu_quota.map(|quota| match (quota, limits.cpu_period) {
+        (u64::MAX, _) => u64::MAX,
+        (quota, period) => {
+            quota.saturating_mul(SECOND) / period.filter(|&period| period != 0).unwrap_or(PERIOD)
+        }
+    });
+    let all = [
+        ("MemoryMax", limits.memory),
+        ("CPUQuotaPeriodUSec", limits.cpu_period),
+        ("CPUQuotaPerSecUSec", quota),
+        ("CPUWeight", limits.cpu_shares.map(weight)),
+    ];
+    let stated = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
+    stated.flat_map(|(name, value)| [name.to_owned(), "t".to_owned(), value.to_string()]).collect()
 }
 
 /// Returns the path of a unit in the cgroups of a process, which are lines of hierarchy,
@@ -135,6 +188,23 @@ mod tests {
         for wrong in ["/a", "a:b:c", "a.slice:b:", "a.slice:b", "x/a.slice:b:c", "a.slice:..:c"] {
             assert_eq!(parse(wrong), None, "{wrong}");
         }
+    }
+
+    #[test]
+    fn limits_are_properties() {
+        assert!(limit_properties(&HostLimits::default()).is_empty());
+        let limits = HostLimits {
+            memory: Some(4096),
+            cpu_quota: Some(150_000),
+            cpu_period: Some(50_000),
+            cpu_shares: Some(2),
+        };
+        let expected = "MemoryMax t 4096 CPUQuotaPeriodUSec t 50000 CPUQuotaPerSecUSec t 3000000 \
+                        CPUWeight t 1";
+        assert_eq!(limit_properties(&limits).join(" "), expected);
+        let quota = |cpu_quota| HostLimits { cpu_quota: Some(cpu_quota), ..HostLimits::default() };
+        let value = |cpu_quota| limit_properties(&quota(cpu_quota))[2].clone();
+        assert_eq!([value(50_000), value(u64::MAX)], ["500000", "18446744073709551615"]);
     }
 
     #[test]
