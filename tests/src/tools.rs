@@ -24,6 +24,8 @@ const PYTHON: &str = "3.11";
 const MIRROR: &str = "http://deb.debian.org/debian";
 /// Script that adds the tools to a fresh Debian.
 const PREPARE: &str = include_str!("../tools/prepare.sh");
+/// Script that makes a host with systemd and podman of a fresh Debian.
+const SYSTEMD: &str = include_str!("../tools/systemd.sh");
 /// Script that builds Kubernetes.
 const KUBERNETES: &str = include_str!("../tools/kubernetes.sh");
 /// Mounts of a folder that becomes the root directory, `$0`, in a mount name space of its own. It
@@ -65,6 +67,20 @@ impl Debian {
             copy_tree(&fresh, folder)?;
             fetch_wheels(&folder.join("srv/wheels"))?;
             output(shell(folder, PREPARE).arg(mirror()?)).map(drop)
+        })?)
+    }
+
+    /// Copies a Debian that boots, with systemd, podman and a kernel. It executes `/srv/test.sh`,
+    /// whose output goes to the serial line, and ends.
+    ///
+    /// # Errors
+    /// The caller is not root; a package cannot be fetched or installed.
+    pub fn with_systemd() -> Result<Self> {
+        let _held = lock();
+        Self::copy(&made(&name_for("debian-systemd", SYSTEMD)?, |folder| {
+            let fresh = made(FRESH, bootstrap)?;
+            copy_tree(&fresh, folder)?;
+            output(&mut shell(folder, SYSTEMD)).map(drop)
         })?)
     }
 

@@ -278,6 +278,7 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
         tests.push(named("oci-podman-rootless", Class::SmpOrKill, hosted::oci::podman::rootless));
         tests.push(named("oci-cri", Class::SmpOrKill, hosted::oci::containerd::pods));
         tests.push(named("kubernetes", Class::SmpOrKill, hosted::oci::kubernetes::cluster));
+        tests.push(named("oci-systemd", Class::SmpOrKill, hosted::oci::systemd::systemd));
         tests.extend(TOOLS.iter().map(|&(name, body)| named(name, Class::Other, body)));
     }
     let userland = move || userland::debian(seconds.div_ceil(4));

@@ -10,6 +10,7 @@ pub mod network;
 pub mod podman;
 mod protobuf;
 mod sandbox;
+pub mod systemd;
 
 use super::{GONE, Rig, SLOW, succeed};
 use crate::system::{artifacts, target};
