@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local
 // storage, also in threads and processes that take turns; signals; 64-bit code on the way. Without
-// a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
-// and those of the page of old calls (`vsyscall`).
+// a library, so that nothing but a compiler is needed. As a position-independent program it also
+// tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the calls
+// only, and those of the page of old calls (`vsyscall`).
+#pragma GCC visibility push(hidden)
 #define NOINLINE __attribute__((noinline))
 
 typedef unsigned int u32;
 
 enum {
-	EXIT = 1, FORK = 2, WRITE = 4, WAITPID = 7, GETPID = 20, ALARM = 27, KILL = 37, CLONE = 120, MPROTECT = 125, SCHED_YIELD = 158,
-	RT_SIGACTION = 174, MMAP2 = 192, SET_THREAD_AREA = 243, CLOCK_GETTIME = 265,
+	EXIT = 1, FORK = 2, WRITE = 4, WAITPID = 7, EXECVE = 11, GETPID = 20, ALARM = 27, KILL = 37, BRK = 45, SETRLIMIT = 75,
+	CLONE = 120, MPROTECT = 125, PERSONALITY = 136, SCHED_YIELD = 158, RT_SIGACTION = 174, MMAP2 = 192, SET_THREAD_AREA = 243, CLOCK_GETTIME = 265,
 };
 enum { SIGSEGV = 11, SIGALRM = 14, SIGUSR1 = 10, SIGCHLD = 17 };
 
@@ -159,16 +161,99 @@ static long wait(long process)
 	return status;
 }
 
-static void run(u32 *top)
+// An entry of the auxiliary vector, which is behind arguments and environment; 0 if there is none.
+static u32 auxiliary(u32 *top, u32 type)
 {
-	// Arguments, environment, then what the kernel tells.
 	u32 *at = top + 1 + top[0] + 1;
 	while (*at++)
 		;
-	u32 vsyscall = 0;
 	for (; at[0]; at += 2)
-		if (at[0] == 32)
-			vsyscall = at[1];
+		if (at[0] == type)
+			return at[1];
+	return 0;
+}
+
+#ifdef __PIE__
+enum { ENOMEM = 12, LEGACY = 0x200000, LIMIT_3GB = 0x8000000, NO_RANDOM = 0x40000 };
+#define CHUNK (16u << 20)
+#define INFINITE 0xffffffffu
+extern char _start[];
+
+static void touch(u32 address)
+{
+	volatile u32 *place = (volatile u32 *)(address & ~3u);
+	*place = address;
+	check(*place == address, "memory");
+}
+
+// Uses the heap, and all of the address space: whatever the kernel gives is usable.
+static void fill_address_space(void)
+{
+	u32 heap = call(BRK, 0, 0, 0, 0);
+	check((u32)call(BRK, heap + (8 << 20), 0, 0, 0) == heap + (8 << 20), "brk");
+	for (u32 at = 0; at < 8 << 20; at += 1 << 20)
+		touch(heap + at);
+	u32 chunks = 0;
+	for (;; chunks++) {
+		// PROT_READ | PROT_WRITE; MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE.
+		u32 at = call(MMAP2, 0, CHUNK, 3, 0x4022);
+		if (at > -4096u) {
+			check(at == -(u32)ENOMEM, "the end of the address space");
+			break;
+		}
+		touch(at);
+		touch(at + CHUNK - 1);
+	}
+	// Of 3 or 4 GiB, of which 1 GiB may be reserved, and the old layout uses one part only.
+	check(chunks >= 100, "size of the address space");
+}
+
+// Executes itself with another layout.
+static void lay_out(char *path, u32 flags, u32 stack)
+{
+	long child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		u32 limit[2] = { stack, INFINITE };
+		char *arguments[] = { path, "layout", 0 }, *none[] = { 0 };
+		check(call(SETRLIMIT, 3, (long)limit, 0, 0) == 0, "setrlimit");
+		check(call(PERSONALITY, flags, 0, 0, 0) >= 0, "personality");
+		call(EXECVE, (long)path, (long)arguments, (long)none, 0);
+		end(1);
+	}
+	check(wait(child) == 0, "a layout");
+}
+
+// The layouts that personality and stack limit choose; the second limit ends in the hole that the
+// kernel's image may be in.
+static void layouts(u32 *top)
+{
+	if (top[0] > 1) {
+		fill_address_space();
+		end(0);
+	}
+	char *path = (char *)top[1];
+	lay_out(path, 0, 8 << 20);
+	lay_out(path, 0, 0x80000000);
+	lay_out(path, 0, INFINITE);
+	lay_out(path, NO_RANDOM, 8 << 20);
+	lay_out(path, LEGACY, 8 << 20);
+	lay_out(path, LIMIT_3GB, 8 << 20);
+	lay_out(path, LIMIT_3GB | LEGACY | NO_RANDOM, 8 << 20);
+	say("layouts: all well\n");
+}
+
+// As the dynamic linker of a program, continues at its entry.
+static void link(u32 *top)
+{
+	u32 entry = auxiliary(top, 9);
+	if (entry != (u32)_start)
+		asm volatile("mov %0, %%esp; jmp *%1" : : "r"(top), "r"(entry));
+}
+#endif
+
+static void run(u32 *top)
+{
+	u32 vsyscall = auxiliary(top, 32);
 	check(vsyscall != 0, "AT_SYSINFO");
 	long own = call(GETPID, 0, 0, 0, 0), found;
 	asm volatile("call *%1" : "=a"(found) : "r"(vsyscall), "0"(GETPID) : "memory");
@@ -273,6 +358,10 @@ static void run(void)
 asm(".globl _start; _start: mov %esp, %eax; and $-16, %esp; sub $12, %esp; push %eax; call begin");
 __attribute__((used)) void begin(u32 *top)
 {
+#ifdef __PIE__
+	link(top);
+	layouts(top);
+#endif
 	run(top);
 }
 #else
