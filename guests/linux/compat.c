@@ -2,9 +2,9 @@
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local
 // storage, also in threads and processes that take turns; signals; 64-bit code on the way. Without
 // a library, so that nothing but a compiler is needed. As a position-independent program it also
-// tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the calls,
-// those of the page of old calls (`vsyscall`), loads such segments, and executes single steps with
-// EFLAGS.NT.
+// tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the
+// calls, those of the page of old calls (`vsyscall`), loads such segments, and executes single
+// steps with EFLAGS.NT.
 #pragma GCC visibility push(hidden)
 #define NOINLINE __attribute__((noinline))
 

@@ -120,9 +120,9 @@ const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Flag of the compiler for programs without shared libraries.
 const STATIC: &str = "-Ctarget-feature=+crt-static";
 
-/// Programs for Linux guests, their sources and flags; static but for `-pie`: a test of the driver for channels; everything that
-/// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
-/// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
+/// Programs for Linux guests, their sources and flags, static but for `-pie`: a test of the driver
+/// for channels; everything that programs ask of a kernel; what they must not get of it; random
+/// programs; a test of sockets between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
 /// host has.
 const LINUX_PROGRAMS: [(&str, &str, &[&str]); 14] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),

@@ -4,14 +4,14 @@
 //! User mode loads segment registers itself, so the host CPU must find the descriptors that the
 //! guest kernel has set. Flat segments have the same selectors in guest and host Linux. TLS
 //! descriptors ([`FIRST`]) differ between threads: the guest's Linux writes them to its GDT, and
-//! announces changes by `LLDT`. At the next entry, and at the first one in another host process, the
-//! wedge sets the same descriptors on the host, by the 32-bit system call set_thread_area(2), the
-//! only interface, which accepts data segments only.
+//! announces changes by `LLDT`. At the next entry, and at the first one in another host process,
+//! the wedge sets the same descriptors on the host, by the 32-bit system call set_thread_area(2),
+//! the only interface, which accepts data segments only.
 //!
 //! At each entry to the guest, to its kernel too, the CPU's segment registers have the guest's
-//! selectors; when it stops, the wedge reads them back. So the guest kernel reads the selectors that
-//! user mode has loaded before a rewritten system call, and a return to user mode without the wedge
-//! finds those of the next thread.
+//! selectors; when it stops, the wedge reads them back. So the guest kernel reads the selectors
+//! that user mode has loaded before a rewritten system call, and a return to user mode without the
+//! wedge finds those of the next thread.
 //!
 //! Nothing else depends on segment registers: wedge and guest kernel are 64-bit code, and set the
 //! bases of `FS` and `GS` without selectors.

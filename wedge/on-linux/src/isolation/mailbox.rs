@@ -34,7 +34,8 @@ pub struct Request {
     pub failed_parked: AtomicU32,
     /// Number of commands in the batch.
     pub used: AtomicU32,
-    /// Not 0: user code with selectors, or after such code; load the descriptors, then the segment registers.
+    /// Not 0: user code with selectors, or after such code; load the descriptors, then the segment
+    /// registers.
     pub is_compat: AtomicU32,
     /// Selectors of `ES`, `DS`, `FS`, `GS`.
     pub selectors: [AtomicU32; 4],
