@@ -14,7 +14,7 @@ const BEHIND: u64 = 0x8000_0000;
 const END: u64 = 0x3fff_ffff_f000;
 /// Programs by name: their first address, the bytes that they have there, and whether they fit.
 const PROGRAMS: [(&str, u64, u64, bool); 11] = [
-    ("too-low", LEAST - 0x1000, 0x1000, false),
+    ("early", LEAST - 0x1000, 0x1000, false),
     ("lowest", LEAST, 0x1000, true),
     ("low", 0x40_0000, 0x1000, true),
     ("below", HOLE - 0x1000, 0x1000, true),
