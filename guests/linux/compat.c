@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local
 // storage, also in threads and processes that take turns; signals; 64-bit code on the way. Without
-// a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
-// and those of the page of old calls (`vsyscall`).
+// a library, so that nothing but a compiler is needed. As a position-independent program it also
+// tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the
+// calls, those of the page of old calls (`vsyscall`), loads such segments, and executes single
+// steps with EFLAGS.NT.
+#pragma GCC visibility push(hidden)
 #define NOINLINE __attribute__((noinline))
 
 typedef unsigned int u32;
 
 enum {
-	EXIT = 1, FORK = 2, WRITE = 4, WAITPID = 7, GETPID = 20, ALARM = 27, KILL = 37, CLONE = 120, MPROTECT = 125, SCHED_YIELD = 158,
-	RT_SIGACTION = 174, MMAP2 = 192, SET_THREAD_AREA = 243, CLOCK_GETTIME = 265,
+	EXIT = 1, FORK = 2, WRITE = 4, WAITPID = 7, EXECVE = 11, GETPID = 20, ALARM = 27, KILL = 37, BRK = 45, SETRLIMIT = 75,
+	CLONE = 120, MPROTECT = 125, PERSONALITY = 136, SCHED_YIELD = 158, RT_SIGACTION = 174, MMAP2 = 192, SET_THREAD_AREA = 243, CLOCK_GETTIME = 265,
 };
-enum { SIGSEGV = 11, SIGALRM = 14, SIGUSR1 = 10, SIGCHLD = 17 };
+enum { SIGTRAP = 5, SIGSEGV = 11, SIGALRM = 14, SIGUSR1 = 10, SIGCHLD = 17 };
 
 static long call(long number, long a, long b, long c, long d)
 {
@@ -53,7 +56,6 @@ static void check(int is_right, const char *what)
 	}
 }
 
-#ifdef __i386__
 struct description {
 	u32 number, base, limit, flags;
 };
@@ -63,17 +65,20 @@ static u32 areas[4] = { 0x1111, 0x2222, 0x3333, 0x4444 };
 // A description of an area for thread-local storage: 32 bits, limit in pages, usable.
 static struct description describe(u32 number, u32 *area)
 {
-	struct description wanted = { number, (u32)area, 0xfffff, 0x51 };
+	struct description wanted = { number, (u32)(long)area, 0xfffff, 0x51 };
 	return wanted;
 }
 
 // Makes %gs lead to an area; the number of the descriptor.
 static u32 use(u32 number, u32 *area)
 {
-	struct description wanted = describe(number, area);
-	check(call(SET_THREAD_AREA, (long)&wanted, 0, 0, 0) == 0, "set_thread_area");
-	asm volatile("mov %w0, %%gs" : : "r"(wanted.number * 8 + 3));
-	return wanted.number;
+	// One for each area, since threads use different ones; where 32-bit addresses reach it.
+	static struct description all[sizeof areas / sizeof *areas];
+	struct description *wanted = &all[area - areas];
+	*wanted = describe(number, area);
+	check(call(SET_THREAD_AREA, (long)wanted, 0, 0, 0) == 0, "set_thread_area");
+	asm volatile("mov %w0, %%gs" : : "r"(wanted->number * 8 + 3));
+	return wanted->number;
 }
 
 static u32 local(void)
@@ -83,6 +88,7 @@ static u32 local(void)
 	return value;
 }
 
+#ifdef __i386__
 static u32 selectors(void)
 {
 	u32 ds, es, gs;
@@ -159,16 +165,99 @@ static long wait(long process)
 	return status;
 }
 
-static void run(u32 *top)
+// An entry of the auxiliary vector, which is behind arguments and environment; 0 if there is none.
+static u32 auxiliary(u32 *top, u32 type)
 {
-	// Arguments, environment, then what the kernel tells.
 	u32 *at = top + 1 + top[0] + 1;
 	while (*at++)
 		;
-	u32 vsyscall = 0;
 	for (; at[0]; at += 2)
-		if (at[0] == 32)
-			vsyscall = at[1];
+		if (at[0] == type)
+			return at[1];
+	return 0;
+}
+
+#ifdef __PIE__
+enum { ENOMEM = 12, LEGACY = 0x200000, LIMIT_3GB = 0x8000000, NO_RANDOM = 0x40000 };
+#define CHUNK (16u << 20)
+#define INFINITE 0xffffffffu
+extern char _start[];
+
+static void touch(u32 address)
+{
+	volatile u32 *place = (volatile u32 *)(address & ~3u);
+	*place = address;
+	check(*place == address, "memory");
+}
+
+// Uses the heap, and all of the address space: whatever the kernel gives is usable.
+static void fill_address_space(void)
+{
+	u32 heap = call(BRK, 0, 0, 0, 0);
+	check((u32)call(BRK, heap + (8 << 20), 0, 0, 0) == heap + (8 << 20), "brk");
+	for (u32 at = 0; at < 8 << 20; at += 1 << 20)
+		touch(heap + at);
+	u32 chunks = 0;
+	for (;; chunks++) {
+		// PROT_READ | PROT_WRITE; MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE.
+		u32 at = call(MMAP2, 0, CHUNK, 3, 0x4022);
+		if (at > -4096u) {
+			check(at == -(u32)ENOMEM, "the end of the address space");
+			break;
+		}
+		touch(at);
+		touch(at + CHUNK - 1);
+	}
+	// 1 GiB of 3 or 4 GiB may be reserved, and the old layout uses its upper part only: 1 GiB of 3.
+	check(chunks >= 56, "size of the address space");
+}
+
+// Executes itself with another layout.
+static void lay_out(char *path, u32 flags, u32 stack)
+{
+	long child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		u32 limit[2] = { stack, INFINITE };
+		char *arguments[] = { path, "layout", 0 }, *none[] = { 0 };
+		check(call(SETRLIMIT, 3, (long)limit, 0, 0) == 0, "setrlimit");
+		check(call(PERSONALITY, flags, 0, 0, 0) >= 0, "personality");
+		call(EXECVE, (long)path, (long)arguments, (long)none, 0);
+		end(1);
+	}
+	check(wait(child) == 0, "a layout");
+}
+
+// The layouts that personality and stack limit choose; the second limit ends in the hole that the
+// kernel's image may be in.
+static void layouts(u32 *top)
+{
+	if (top[0] > 1) {
+		fill_address_space();
+		end(0);
+	}
+	char *path = (char *)top[1];
+	lay_out(path, 0, 8 << 20);
+	lay_out(path, 0, 0x80000000);
+	lay_out(path, 0, INFINITE);
+	lay_out(path, NO_RANDOM, 8 << 20);
+	lay_out(path, LEGACY, 8 << 20);
+	lay_out(path, LIMIT_3GB, 8 << 20);
+	lay_out(path, LIMIT_3GB | LEGACY | NO_RANDOM, 8 << 20);
+	say("layouts: all well\n");
+}
+
+// As the dynamic linker of a program, continues at its entry.
+static void link(u32 *top)
+{
+	u32 entry = auxiliary(top, 9);
+	if (entry != (u32)_start)
+		asm volatile("mov %0, %%esp; jmp *%1" : : "r"(top), "r"(entry));
+}
+#endif
+
+static void run(u32 *top)
+{
+	u32 vsyscall = auxiliary(top, 32);
 	check(vsyscall != 0, "AT_SYSINFO");
 	long own = call(GETPID, 0, 0, 0, 0), found;
 	asm volatile("call *%1" : "=a"(found) : "r"(vsyscall), "0"(GETPID) : "memory");
@@ -257,6 +346,137 @@ static void old_calls(void)
 	say("old calls: all well\n");
 }
 
+static char stack[16384] __attribute__((aligned(16)));
+static volatile u32 done;
+extern long clone_thread(long flags, void *top);
+asm("clone_thread: mov $56, %eax; syscall; test %rax, %rax; jz thread; ret");
+
+static long native(long number, long a, long b, long c, long d)
+{
+	register long r10 asm("r10") = d;
+	long result;
+	asm volatile("syscall" : "=a"(result) : "0"(number), "D"(a), "S"(b), "d"(c), "r"(r10)
+		     : "rcx", "r11", "memory");
+	return result;
+}
+
+// A thread starts with this function.
+static void (*volatile body)(void);
+
+__attribute__((used)) void thread(void)
+{
+	body();
+	done = 1;
+	end(0);
+}
+
+static void start(void (*function)(void))
+{
+	done = 0;
+	body = function;
+	// CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM
+	check(clone_thread(0x00050f00, stack + sizeof stack) > 0, "clone");
+}
+
+static void join(void)
+{
+	while (!done)
+		native(24, 0, 0, 0, 0);
+}
+
+// Keeps a selector of all 64-bit code in turn with another thread.
+static void keep(u32 selector)
+{
+	for (u32 round = 0; round < 2000; round++) {
+		u32 found;
+		asm volatile("mov %w0, %%gs" : : "r"(selector));
+		check(native(24, 0, 0, 0, 0) == 0, "sched_yield");
+		asm volatile("mov %%gs, %0" : "=r"(found));
+		check((found & 0xffff) == selector, "a selector of 64-bit code");
+	}
+}
+
+static void keep_flat(void)
+{
+	keep(0x2b);
+}
+
+// Loads its own segment in turn with another thread. From a few calls on, the kernel is entered
+// and left by the fastest way that a back end has.
+static void take_turns(u32 number, u32 value)
+{
+	for (u32 round = 0; round < 2000; round++) {
+		asm volatile("mov %w0, %%gs" : : "r"(number * 8 + 3));
+		check(local() == value, "another thread's segment in 64-bit code");
+		check(native(24, 0, 0, 0, 0) == 0 && local() == value, "a segment after a call");
+		if (round % 2) {
+			// The other thread's descriptor is not loaded later, either.
+			asm volatile("mov %w0, %%gs" : : "r"(0));
+			native(24, 0, 0, 0, 0);
+		}
+	}
+}
+
+static void use_second(void)
+{
+	take_turns(use(12, &areas[1]), areas[1]);
+}
+
+static volatile u32 steps;
+extern char restorer[];
+asm("restorer: mov $15, %eax; syscall");
+
+static void on_step(int number)
+{
+	(void)number;
+	steps++;
+}
+
+// Single steps with NT, over a system call, which is rewritten after its first executions.
+static void nested(void)
+{
+	// Handler, SA_RESTORER, restorer, mask.
+	long action[4] = { (long)on_step, 0x04000000, (long)restorer, 0 }, flags, own;
+	check(native(13, SIGTRAP, (long)action, 0, 8) == 0, "rt_sigaction");
+	for (u32 round = 0; round < 100; round++) {
+		steps = 0;
+		asm volatile("pushfq; orl $0x4100, (%%rsp); popfq; syscall; nop\n"
+			     "pushfq; pop %0; andl $~0x4100, -8(%%rsp); sub $8, %%rsp; popfq"
+			     : "=&r"(flags), "=a"(own) : "1"(39) : "rcx", "r11", "memory", "cc");
+		check(own == native(39, 0, 0, 0, 0) && steps >= 3, "single steps");
+		check(flags & 0x4000, "NT");
+		asm volatile("pushfq; pop %0" : "=r"(flags) : : "memory");
+		check(!(flags & 0x4100), "flags without NT");
+	}
+	say("single steps with NT: all well\n");
+}
+
+static void segments(void)
+{
+	start(keep_flat);
+	keep(0);
+	join();
+	u32 number = use(-1, &areas[0]);
+	check(number == 12 && local() == areas[0], "a segment of 64-bit code");
+	use(number, &areas[2]);
+	check(local() == areas[2], "a segment that has changed");
+	use(number, &areas[0]);
+	start(use_second);
+	take_turns(number, areas[0]);
+	join();
+	asm volatile("mov %w0, %%gs" : : "r"(number * 8 + 3));
+	long child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		check(local() == areas[0], "a segment of a child");
+		asm volatile("mov %w0, %%gs" : : "r"(0x7f));
+		end(0);
+	}
+	static int status;
+	check(call(WAITPID, child, (long)&status, 0, 0) == child, "waitpid");
+	check((status & 0x7f) == SIGSEGV, "a bad selector");
+	say("segments of 64-bit code: all well\n");
+}
+
 static void run(void)
 {
 	long own, found = call(GETPID, 0, 0, 0, 0);
@@ -264,6 +484,8 @@ static void run(void)
 	check(found == own, "getpid");
 	check(call(0x7fff, 0, 0, 0, 0) == -38, "a call that is none");
 	say("int 0x80 of 64-bit code: all well\n");
+	segments();
+	nested();
 	old_calls();
 	end(0);
 }
@@ -273,6 +495,10 @@ static void run(void)
 asm(".globl _start; _start: mov %esp, %eax; and $-16, %esp; sub $12, %esp; push %eax; call begin");
 __attribute__((used)) void begin(u32 *top)
 {
+#ifdef __PIE__
+	link(top);
+	layouts(top);
+#endif
 	run(top);
 }
 #else

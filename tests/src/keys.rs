@@ -23,8 +23,9 @@ const CPUS: [u32; 2] = [2, 1];
 /// side.
 pub const HOST_CPUS: u32 = 2;
 const BUSYBOX: &str = "/bin/busybox";
-/// The attack program, and the program that makes system calls by `int $0x80`.
-const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
+/// The attack program, and those that make system calls by `int $0x80`.
+const PROGRAMS: [&str; 4] =
+    ["linux-attack", "linux-compat-32", "linux-compat-pie", "linux-compat-64"];
 /// The first program of both machines, before what it is to do.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
@@ -38,7 +39,7 @@ cd /root
 const GUEST: &str = "echo $((6*7)) is; uname -r
 for n in 1 2 3 4; do (dd if=/dev/zero bs=64k count=20 2>/dev/null | sha256sum) & done; wait
 ./linux-attack || echo an attack succeeds
-./linux-compat-64 && ./linux-compat-32
+./linux-compat-64 && ./linux-compat-32 && ./linux-compat-pie
 ./linux-isolation keys TESTS
 ls / >/dev/null && echo continues
 sleep 1
@@ -56,7 +57,7 @@ poweroff -f
 /// The same in a machine of this host, with what loads a kernel.
 const APART: &str = "/mnt/linux-stress 2
 /mnt/linux-attack apart || echo an attack SUCCEEDS
-/mnt/linux-compat-64 && /mnt/linux-compat-32
+cd /mnt; ./linux-compat-64 && ./linux-compat-32 && ./linux-compat-pie
 ls / >/dev/null && echo continues
 ";
 /// Texts that Linux prints when it detects a kernel bug.
@@ -128,6 +129,7 @@ pub fn protection(is_long: bool) -> Result<()> {
     for text in [
         "42 is",
         "the kernel is unchanged",
+        "layouts: all well",
         "32-bit code: all well",
         "isolation: all well with keys",
         "continues",
@@ -149,10 +151,11 @@ pub fn apart() -> Result<()> {
     let stress = artifacts().join("linux-stress");
     for cpus in ["1", "2"] {
         let programs = PROGRAMS.map(|name| artifacts().join(name));
-        let [attack, small, large] = programs.each_ref().map(PathBuf::as_path);
-        let mut run = rig.script(APART, &[attack, small, large, &stress])?;
+        let [attack, small, dynamic, large] = programs.each_ref().map(PathBuf::as_path);
+        let mut run = rig.script(APART, &[attack, small, dynamic, large, &stress])?;
         let ended = end(run.args(["-c", cpus, "--protection", "process"]), "")?;
-        let texts = ["the kernel is unchanged", "32-bit code: all well", "continues"];
+        let texts =
+            ["the kernel is unchanged", "layouts: all well", "32-bit code: all well", "continues"];
         ended.well(0, &texts)?.never(&WRONG)?;
     }
     // The end of one of programs, which has two threads, is the machine's.

@@ -120,11 +120,11 @@ const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Flag of the compiler for programs without shared libraries.
 const STATIC: &str = "-Ctarget-feature=+crt-static";
 
-/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that
-/// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
-/// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
+/// Programs for Linux guests, their sources and flags, static but for `-pie`: a test of the driver
+/// for channels; everything that programs ask of a kernel; what they must not get of it; random
+/// programs; a test of sockets between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
 /// host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 12] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 14] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-check-com-arm64", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
@@ -143,6 +143,34 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 12] = [
             "-nostdlib",
             "-ffreestanding",
             "-fno-pic",
+            "-fno-stack-protector",
+            "-fcf-protection=none",
+        ],
+    ),
+    // Its dynamic linker is the file itself, in the current folder.
+    (
+        "linux-compat-pie",
+        "compat.c",
+        &[
+            "-m32",
+            "-nostdlib",
+            "-ffreestanding",
+            "-fpie",
+            "-pie",
+            "-Wl,--dynamic-linker=linux-compat-pie",
+            "-fno-stack-protector",
+            "-fcf-protection=none",
+        ],
+    ),
+    (
+        "linux-compat-static-pie",
+        "compat.c",
+        &[
+            "-m32",
+            "-nostdlib",
+            "-ffreestanding",
+            "-fpie",
+            "-static-pie",
             "-fno-stack-protector",
             "-fcf-protection=none",
         ],
@@ -231,7 +259,8 @@ pub fn build(arguments: &[String]) -> Result<()> {
         if selection.linux.contains(&name) {
             let is_arm64 = name.ends_with("-arm64");
             run(Command::new(if is_arm64 { "aarch64-linux-gnu-gcc" } else { "gcc" })
-                .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
+                .args(["-O2", "-Wall", "-Wextra", "-Werror"])
+                .args((!flags.contains(&"-pie")).then_some("-static"))
                 .args(flags)
                 .arg("-o")
                 .args([artifacts.join(name), workspace().join("guests/linux").join(source)]))?;

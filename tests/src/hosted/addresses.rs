@@ -6,12 +6,16 @@ use anyhow::{Context, Result};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
+/// First address that hosts let ordinary processes map.
+const LEAST: u64 = 0x1_0000;
 /// First address of the hole, the first behind it, and the end of the address space.
 const HOLE: u64 = 0x4000_0000;
 const BEHIND: u64 = 0x8000_0000;
 const END: u64 = 0x3fff_ffff_f000;
 /// Programs by name: their first address, the bytes that they have there, and whether they fit.
-const PROGRAMS: [(&str, u64, u64, bool); 9] = [
+const PROGRAMS: [(&str, u64, u64, bool); 11] = [
+    ("early", LEAST - 0x1000, 0x1000, false),
+    ("lowest", LEAST, 0x1000, true),
     ("low", 0x40_0000, 0x1000, true),
     ("below", HOLE - 0x1000, 0x1000, true),
     ("into-hole", HOLE - 0x1000, 0x3000, false),

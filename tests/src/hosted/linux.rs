@@ -52,10 +52,10 @@ pub const LINUX: &[Linux] = &[
     Linux {
         name: "compat",
         kvm: Ok(()),
-        files: &["linux-compat-32"],
+        files: &["linux-compat-32", "linux-compat-pie", "linux-compat-static-pie"],
         parts: &[
-            Guest("", "", &[CODE_32]),
-            Guest("-c 2", "", &[CODE_32]),
+            Guest("", "", &[CODE_32, LAYOUTS_32]),
+            Guest("-c 2", "", &[CODE_32, LAYOUTS_32]),
             Guest("", "ia32_emulation=off", &[NO_CODE_32]),
         ],
     },
@@ -158,14 +158,29 @@ const CRASHES: &[Step] = &[(
     ],
 )];
 
-const CODE_64: Step =
-    ("64-bit programs", "/mnt/linux-compat-64", &["64-bit code: all well", "old calls: all well"]);
+const CODE_64: Step = (
+    "64-bit programs",
+    "/mnt/linux-compat-64",
+    &[
+        "int 0x80 of 64-bit code: all well",
+        "segments of 64-bit code: all well",
+        "single steps with NT: all well",
+        "old calls: all well",
+    ],
+);
 const CODE_32: Step = (
     "three 32-bit programs at once",
     "for n in 1 2 3; do /mnt/linux-compat-32 >/tmp/$n & all=\"$all $!\"; done
     for one in $all; do wait $one; done; cat /tmp/1 /tmp/2 /tmp/3
     [ $(cat /tmp/1 /tmp/2 /tmp/3 | grep -c '32-bit code: all well') = 3 ]",
     &[],
+);
+/// Position-independent 32-bit programs, in each layout of the address space.
+const LAYOUTS_32: Step = (
+    "position-independent 32-bit programs",
+    "cd /mnt; for program in pie static-pie; do ./linux-compat-$program; done >/tmp/layouts
+    cat /tmp/layouts; grep -c 'all well' /tmp/layouts",
+    &["layouts: all well", "32-bit code: all well", "\n4\n"],
 );
 const NO_CODE_32: Step = ("32-bit programs are refused", "fails /mnt/linux-compat-32", &[]);
 

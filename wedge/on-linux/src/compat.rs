@@ -1,11 +1,17 @@
-//! 32-bit user code: data segments and thread-local storage, which 64-bit code does not use.
+//! Data segments and thread-local storage of user mode: of 32-bit code, and of 64-bit code that
+//! loads selectors.
 //!
 //! User mode loads segment registers itself, so the host CPU must find the descriptors that the
 //! guest kernel has set. Flat segments have the same selectors in guest and host Linux. TLS
 //! descriptors ([`FIRST`]) differ between threads: the guest's Linux writes them to its GDT, and
-//! the wedge sets the same descriptors on the host before 32-bit code runs, by the 32-bit system
-//! call set_thread_area(2), the only interface, which accepts data segments only. Then the wedge
-//! loads the registers with the guest's selectors; when user mode stops, it reads them back.
+//! announces changes by `LLDT`. At the next entry, and at the first one in another host process,
+//! the wedge sets the same descriptors on the host, by the 32-bit system call set_thread_area(2),
+//! the only interface, which accepts data segments only.
+//!
+//! At each entry to the guest, to its kernel too, the CPU's segment registers have the guest's
+//! selectors; when it stops, the wedge reads them back. So the guest kernel reads the selectors
+//! that user mode has loaded before a rewritten system call, and a return to user mode without the
+//! wedge finds those of the next thread.
 //!
 //! Nothing else depends on segment registers: wedge and guest kernel are 64-bit code, and set the
 //! bases of `FS` and `GS` without selectors.
@@ -40,38 +46,53 @@ pub fn has_selectors(cpu: &VirtualCpu) -> bool {
     cpu.cpl == 3 && (!cpu.is_64_bit() || [ES, DS, FS, GS].into_iter().any(has))
 }
 
-/// Prepares the host CPU for user code with selectors.
-pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
-    if !cpu.is_64_bit() {
+/// Loads the guest's selectors into the host CPU, after TLS descriptors if the guest has changed
+/// them: `changes` is the number of its changes.
+pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory, changes: u64) {
+    if cpu.cpl == 3 && !cpu.is_64_bit() {
         // 32-bit code has a 32-bit instruction pointer.
         cpu.frame.rip &= u64::from(u32::MAX);
     }
-    let (fs_base, gs_base) = bases();
-    let wanted = cpu.descriptors::<TLS_COUNT>(memory, FIRST);
-    let mut host = process().thread_local.get();
-    if host.descriptors != wanted {
-        for (index, &descriptor) in wanted.iter().enumerate() {
-            if host.descriptors[index] != descriptor {
-                host.descriptors[index] = descriptor;
-                let accepted = has(option::COMPAT) && set_host_descriptor(index, descriptor);
-                if !accepted && has(option::COMPAT) {
-                    // Remove the previous descriptor.
-                    set_host_descriptor(index, 0);
-                }
-                host.usable[index] = accepted && descriptor != 0;
-            }
-        }
-        process().thread_local.set(host);
+    let is_stale = process().thread_local.get().changes != changes || has_selectors(cpu);
+    let recorded = [ES, DS, FS, GS].map(|register| cpu.segments[register].selector);
+    if !is_stale && recorded == selectors() {
+        return;
     }
-    let selector = |register: usize| {
-        let selector = cpu.segments[register].selector;
+    let (fs_base, gs_base) = bases();
+    set_descriptors(cpu.descriptors(memory, FIRST), changes);
+    load_selectors(recorded);
+    // Loading a register, or changing its descriptor, has set its base.
+    set_bases(fs_base, gs_base);
+}
+
+/// Sets the TLS descriptors on the host that differ from the guest's.
+fn set_descriptors(wanted: [u64; TLS_COUNT], changes: u64) {
+    let mut host = process().thread_local.get();
+    host.changes = changes;
+    for (index, &descriptor) in wanted.iter().enumerate() {
+        if host.descriptors[index] != descriptor {
+            host.descriptors[index] = descriptor;
+            let accepted = has(option::COMPAT) && set_host_descriptor(index, descriptor);
+            if !accepted && has(option::COMPAT) {
+                // Remove the previous descriptor.
+                set_host_descriptor(index, 0);
+            }
+            host.usable[index] = accepted && descriptor != 0;
+        }
+    }
+    process().thread_local.set(host);
+}
+
+/// Loads `ES`, `DS`, `FS`, `GS`, with 0 in place of selectors that the host does not have.
+fn load_selectors(wanted: [u16; 4]) {
+    let host = process().thread_local.get();
+    let found = selectors();
+    let [es, ds, fs, gs] = wanted.map(|selector| {
         let index = (selector | 3).wrapping_sub(FIRST) / 8;
         let is_thread_local = host.usable.get(usize::from(index)).is_some_and(|&usable| usable);
-        let flat = [DATA, CODE_32.into(), CODE_64.into()];
+        let flat = [3, DATA, CODE_32.into(), CODE_64.into()];
         if flat.contains(&(selector | 3)) || is_thread_local { selector } else { 0 }
-    };
-    let found = selectors();
-    let [es, ds, fs, gs] = [ES, DS, FS, GS].map(selector);
+    });
     // SAFETY: the host has these descriptors; the wedge uses none of the registers.
     unsafe {
         if es != found[0] {
@@ -87,8 +108,6 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
             asm!("mov gs, {:x}", in(reg) gs, options(nostack, preserves_flags));
         }
     }
-    // Loading a register, or changing its descriptor, has set its base.
-    set_bases(fs_base, gs_base);
 }
 
 /// Sets the bases of `FS` and `GS`.
@@ -113,7 +132,7 @@ pub fn set_gs_base(base: u64) {
 
 /// Returns the host's TLS descriptors as arguments of `set_thread_area`.
 pub fn areas() -> [[u32; 4]; TLS_COUNT] {
-    let ThreadLocal { descriptors, usable } = process().thread_local.get();
+    let ThreadLocal { descriptors, usable, .. } = process().thread_local.get();
     core::array::from_fn(|index| {
         describe(index, if usable[index] { descriptors[index] } else { 0 })
     })
@@ -123,7 +142,7 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
     thread_area((FIRST >> 3) as u32 + index as u32, descriptor)
 }
 
-/// Takes over the selectors of user mode after it has stopped.
+/// Takes over the selectors of the guest after it has stopped.
 pub fn save_selectors(cpu: &mut VirtualCpu, found: [u16; 4]) {
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
         cpu.sync_data_segment(register, selector);

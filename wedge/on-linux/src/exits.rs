@@ -49,10 +49,12 @@ impl LinuxVcpu<'_> {
             return self.step_instead();
         }
         let cause = self.enter();
-        if compat::has_selectors(&self.cpu) {
-            let selectors = self.isolation.selectors(self.space.user_process());
-            compat::save_selectors(&mut self.cpu, selectors);
-        }
+        let selectors = match self.cpu.cpl {
+            3 => self.isolation.selectors(self.space.user_process()),
+            // User mode may have loaded selectors before a rewritten system call.
+            _ => compat::selectors(),
+        };
+        compat::save_selectors(&mut self.cpu, selectors);
         if self.step != DebugStep::None {
             // Clear the trap flag, which the guest did not set and may have stored.
             self.cpu.frame.rflags &= !rflags::TF;
@@ -226,7 +228,13 @@ impl LinuxVcpu<'_> {
                 &mut HostEffects { space: &mut self.space },
                 instruction,
             ) {
-                wedge_core::Outcome::Next => cpu.complete(next),
+                wedge_core::Outcome::Next => {
+                    cpu.complete(next);
+                    if matches!(instruction.op, wedge_core::Op::Lldt(_)) {
+                        // The guest kernel announces changed TLS descriptors.
+                        self.descriptor_changes += 1;
+                    }
+                }
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
                         self.prefault();

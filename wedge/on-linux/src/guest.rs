@@ -163,6 +163,7 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu, process: CurrentPro
         faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
         star: 0,
+        descriptor_changes: 1,
         debugs: start.options & option::DEBUG != 0,
         step: DebugStep::None,
     };

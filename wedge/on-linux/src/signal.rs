@@ -6,6 +6,7 @@
 //! that interrupts the wedge posts an event.
 
 use core::arch::naked_asm;
+use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use host_linux::sys::{self, Errno};
@@ -93,7 +94,18 @@ impl InterruptedGuest {
 
 #[unsafe(naked)]
 unsafe extern "sysv64" fn restore() {
-    naked_asm!("mov eax, {}", "syscall", const linux::__NR_rt_sigreturn)
+    // rt_sigreturn(2) keeps the current NT, in place of the one of the context at RSP.
+    naked_asm!(
+        "push qword ptr [rsp + {flags}]",
+        "and qword ptr [rsp], {nested}",
+        "or qword ptr [rsp], 2",
+        "popfq",
+        "mov eax, {sigreturn}",
+        "syscall",
+        flags = const offset_of!(Context, rflags),
+        nested = const rflags::NT,
+        sigreturn = const linux::__NR_rt_sigreturn,
+    )
 }
 
 /// Signal handler. The kernel calls it with 16-byte alignment, as by a call, and possibly with

@@ -54,6 +54,8 @@ pub struct LinuxVcpu<'m> {
     pub(super) rewrites_calls: bool,
     /// Value of `STAR` that entry code uses.
     pub(super) star: u64,
+    /// Number of changes of the guest's TLS descriptors, from 1 on.
+    pub(super) descriptor_changes: u64,
     /// A debugger may stop the vCPU.
     pub(super) debugs: bool,
     /// State of a single step for the debugger.
@@ -350,9 +352,7 @@ impl LinuxVcpu<'_> {
             close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
             shared().closed.store(true, Relaxed);
         }
-        if compat::has_selectors(cpu) {
-            compat::load_segments(cpu, &self.memory);
-        }
+        compat::load_segments(cpu, &self.memory, self.descriptor_changes);
         self.space.sync_before_entry();
     }
 }

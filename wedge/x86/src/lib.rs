@@ -20,7 +20,9 @@ pub use entry::{
     abort, call_entry, call_gate, crossing, enter, entries, entry_window, keyed_handler,
     keyed_handler_window, leave, leave_after, sysret_window,
 };
-pub use rewrite::{JUMP, MAX_SITE, Patch, SiteTarget, Stub, Unwound, Way, decode_all};
+pub use rewrite::{
+    JUMP, MAX_SITE, Patch, SiteTarget, Stub, Unwound, Way, decode_all, reads_data_segment,
+};
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 

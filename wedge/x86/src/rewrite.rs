@@ -153,6 +153,8 @@ const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]
 const FLAG_BYTE: u64 = HELD_FLAGS + 1;
 const FLAG_ON: u8 = (rflags::IF >> 8) as u8;
 
+/// `CS` and `SS`, by their encoding: the CPU has the host's.
+const HOST_SEGMENTS: [u8; 2] = [1, 2];
 const RAX: u8 = 0;
 const RCX: u8 = 1;
 
@@ -272,6 +274,12 @@ fn segment_to(original: &[u8]) -> Option<(u8, u8, u8)> {
         ] if register != 4 => Some((segment, register, size)),
         _ => None,
     }
+}
+
+/// Returns whether a site is a `MOV` from a data segment register to a general one. It stays as it
+/// is where the CPU has the guest's selectors.
+pub fn reads_data_segment(original: &[u8]) -> bool {
+    segment_to(original).is_some_and(|(segment, ..)| !HOST_SEGMENTS.contains(&segment))
 }
 
 struct Code<'a> {
@@ -454,6 +462,18 @@ mod tests {
         assert_eq!(bytes[0], 0xe9);
         let distance = i32::from_le_bytes(bytes[1..5].try_into().unwrap());
         from.wrapping_add(5).wrapping_add(i64::from(distance) as u64)
+    }
+
+    #[test]
+    fn reads_of_data_segments_are_recognized() {
+        // mov eax, ds; mov ax, gs; mov r12d, fs
+        for code in [&[0x8c, 0xd8][..], &[0x66, 0x8c, 0xe8], &[0x41, 0x8c, 0xe4]] {
+            assert!(reads_data_segment(code), "{code:x?}");
+        }
+        // mov eax, cs; mov eax, ss; mov ds, eax; mov [rax], ds
+        for code in [[0x8c, 0xc8], [0x8c, 0xd0], [0x8e, 0xd8], [0x8c, 0x18]] {
+            assert!(!reads_data_segment(&code), "{code:x?}");
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use proto::hosted::layout;
 
 use crate::linux::signals::CONTEXT;
 use crate::state::fixed::Fixed;
+use crate::state::records::TLS_COUNT;
 use crate::state::shared::export_words;
 
 /// Capacity of the queue of mapping changes.
@@ -33,7 +34,8 @@ pub struct Request {
     pub failed_parked: AtomicU32,
     /// Number of commands in the batch.
     pub used: AtomicU32,
-    /// Not 0: 32-bit user code; load the descriptors, then the segment registers.
+    /// Not 0: user code with selectors, or after such code; load the descriptors, then the segment
+    /// registers.
     pub is_compat: AtomicU32,
     /// Selectors of `ES`, `DS`, `FS`, `GS`.
     pub selectors: [AtomicU32; 4],
@@ -106,6 +108,10 @@ pub struct UserProcess {
     pub cpu: u32,
     /// User mode's selectors in `ES`, `DS`, `FS`, `GS`.
     pub selectors: [u16; 4],
+    /// Selectors that its segment registers have.
+    pub loaded: [u16; 4],
+    /// Its TLS descriptors, as arguments of set_thread_area(2).
+    pub areas: [[u32; 4]; TLS_COUNT],
     /// Consecutive processes that were replaced because a batch had failed.
     pub failures: u32,
     /// The process was abandoned, because a mapping call has failed.

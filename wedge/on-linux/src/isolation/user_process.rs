@@ -266,6 +266,8 @@ impl UserProcess {
         }
         self.process = response.process.load(Relaxed) as u32;
         self.cpu = 0;
+        // Unknown, so that they are loaded.
+        self.loaded = [u16::MAX; 4];
         request.batch.store(1, SeqCst);
     }
 
@@ -441,8 +443,8 @@ impl UserProcess {
 
     /// Writes the vCPU's registers to the user thread's signal context. All of the context is
     /// written, because user mode may have changed it.
-    fn write_context(&self, cpu: &VirtualCpu) {
-        let peer = self;
+    fn write_context(&mut self, cpu: &VirtualCpu) {
+        let peer = &*self;
         let request = &mailbox().request;
         let mut words = peer.template;
         for (word, register) in words[5..].iter_mut().zip(signals::ORDER) {
@@ -465,9 +467,12 @@ impl UserProcess {
         let (fs, gs) = compat::bases();
         request.bases[0].store(fs, Relaxed);
         request.bases[1].store(gs, Relaxed);
-        let is_compat = has(option::COMPAT) && compat::has_selectors(cpu);
+        let areas = compat::areas();
+        let is_changed = self.loaded != self.selectors || self.areas != areas;
+        let is_compat = has(option::COMPAT) && (compat::has_selectors(cpu) || is_changed);
         if is_compat {
-            for (to, area) in request.areas.iter().zip(compat::areas()) {
+            self.areas = areas;
+            for (to, area) in request.areas.iter().zip(areas) {
                 to.iter().zip(area).for_each(|(to, word)| to.store(word, Relaxed));
             }
             for (to, selector) in request.selectors.iter().zip(self.selectors) {
@@ -502,6 +507,7 @@ impl UserProcess {
                 none @ 0..4 => none,
                 selector => selector | 3,
             });
+        self.loaded = self.selectors;
         let area = vcpu.xsave.0.at();
         // SAFETY: as above. The copy has this length, and is used otherwise only during a switch of
         // the process.

@@ -10,9 +10,10 @@ use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{Filters, layout};
+use wedge_core::cpu::rflags;
 
 use crate::isolation::mailbox::{Mapper, REQUEST, RESPONSE, Request, Response, STACK, mailbox};
-use crate::linux::signals::{self, KICK};
+use crate::linux::signals::{self, Context, KICK};
 use crate::mmu::ram::PAGE;
 use crate::report::HOST;
 use crate::state::process::{ProcessState, process};
@@ -384,6 +385,11 @@ global_asm!(
     "mov rax, [{bases_now} + 8]",
     "wrgsbase rax",
     "mov rsp, [{context_now}]",
+    // rt_sigreturn(2) keeps the current NT, in place of the one of the context.
+    "push qword ptr [rsp + {flags}]",
+    "and qword ptr [rsp], {nested}",
+    "or qword ptr [rsp], 2",
+    "popfq",
     "mov eax, {sigreturn}",
     "syscall",
     "ud2",
@@ -425,6 +431,8 @@ global_asm!(
     wake = const linux::FUTEX_WAKE,
     wait = const linux::FUTEX_WAIT,
     futex = const linux::__NR_futex,
+    flags = const offset_of!(Context, rflags),
+    nested = const rflags::NT,
     sigreturn = const linux::__NR_rt_sigreturn,
     seccomp = const linux::__NR_seccomp,
     may_map = const MAY_MAP,

@@ -69,6 +69,8 @@ pub struct ThreadLocal {
     pub descriptors: [u64; TLS_COUNT],
     /// Descriptors that the host has accepted.
     pub usable: [bool; TLS_COUNT],
+    /// Number of changes of the guest's descriptors when they were read.
+    pub changes: u64,
 }
 
 /// Layout of an XSAVE area.

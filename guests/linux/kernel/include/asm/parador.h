@@ -31,6 +31,9 @@
 /* Size of the area that holds the image, modules and the fixmap. */
 #define PARADOR_IMAGE_SPAN		0x40000000
 
+/* Least address of a mapping in the lower half: the usual vm.mmap_min_addr of hosts. */
+#define PARADOR_LEAST_USER		0x10000
+
 #define __PARADOR_STR(x)		#x
 #define PARADOR_STR(x)			__PARADOR_STR(x)
 
@@ -119,6 +122,21 @@
 #define parador_image_overlaps(address, length) ({			\
 	unsigned long __start = PARADOR_CONST32(start_kernel_map);	\
 	(address) < __start + PARADOR_IMAGE_SPAN && __start < (address) + (length); \
+})
+
+/*
+ * True if user processes map nothing in a range: the image, and what hosts do not let ordinary
+ * processes map. The range must not wrap around.
+ */
+#define parador_is_reserved(address, length)				\
+	(parador_image_overlaps(address, length) ||			\
+	 (parador_lower_half() && (address) < PARADOR_LEAST_USER))
+
+/* An address, or the end of the image for addresses of the image. */
+#define parador_beyond_image(address) ({				\
+	unsigned long __address = (address);				\
+	unsigned long __end = PARADOR_CONST32(start_kernel_map) + PARADOR_IMAGE_SPAN; \
+	parador_in_image(__address) ? __end : __address;		\
 })
 
 /* True if an address of unknown origin is a user's. */
