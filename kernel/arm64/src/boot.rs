@@ -51,7 +51,7 @@ global_asm!(
     block = const BLOCK_OF_CODE,
     data_block = const BLOCK_OF_DATA,
     user = const hw_arm64::paging::stage1::USER,
-    image_slot = const memory::IMAGE_SLOT,
+    image_slot = const memory::FIRST_SLOT,
     tree_index = const memory::TREE_INDEX,
     main = sym boot_main,
     processor_main = sym smp::processor_main,
@@ -278,7 +278,7 @@ fn map_ram(machine: &Machine) {
     for (entry, below) in top.iter().zip(blocks) {
         entry.store(table(below), Ordering::Relaxed);
     }
-    boot_entry(0, memory::FIRST_SLOT).store(table(top), Ordering::Relaxed);
+    boot_entry(0, memory::slot(memory::DIRECT_MAP)).store(table(top), Ordering::Relaxed);
     publish_entries();
 }
 

@@ -16,19 +16,17 @@ use crate::format::KernelStage1;
 use crate::has_vhe;
 
 /// Base address of the direct map: virtual address of physical address 0.
-pub const DIRECT_MAP: u64 = 0x0000_8000_0000_0000;
+pub const DIRECT_MAP: u64 = 0x0000_c000_0000_0000;
 /// Maximum length of the direct map in bytes.
 pub const DIRECT_MAP_LENGTH: u64 = 1 << 46;
 /// Bytes that tasks can address on every processor: three levels of tables.
 const TASK_LENGTH: u64 = 1 << 39;
 /// Virtual address of the image.
-pub const IMAGE: u64 = 0x0000_c000_0000_0000;
-/// First entry of the root table that is the kernel's.
-pub const FIRST_SLOT: usize = slot(DIRECT_MAP);
-/// Entry of the root table with the image.
-pub const IMAGE_SLOT: usize = slot(IMAGE);
+pub const IMAGE: u64 = 0x0000_8000_0000_0000;
+/// First entry of the root table that is the kernel's: that of the image.
+pub const FIRST_SLOT: usize = slot(IMAGE);
 /// Base address of the per-CPU areas ([`crate::cpu`]).
-pub const CPU_AREAS: u64 = 0x0000_c040_0000_0000;
+pub const CPU_AREAS: u64 = 0x0000_8040_0000_0000;
 /// Entry of the first table of the image's 1 GiB with the device tree.
 pub const TREE_INDEX: usize = 256;
 /// Entry there with the block of the log's UART.
@@ -96,5 +94,5 @@ pub fn physical_of<T>(item: *const T) -> u64 {
 const _: () = {
     assert!(DIRECT_MAP_LENGTH > FOUR_GIB);
     // Tasks have what is below.
-    assert!(DIRECT_MAP == abi::USER_END);
+    assert!(IMAGE == abi::USER_END);
 };

@@ -130,17 +130,18 @@ const A72_GICV2: &[&str] = &["-cpu", "cortex-a72", "-M", "gic-version=2"];
 /// A scenario without VHE: name, name with VHE, CPUs, processor, and whether it is for long runs
 /// only.
 type WithoutVhe = (&'static str, &'static str, &'static [u32], &'static [&'static str], bool);
-const WITHOUT_VHE: [WithoutVhe; 23] = [
+const WITHOUT_VHE: [WithoutVhe; 24] = [
     ("hello", "hello", &[1], A53, false),
     ("hostile", "hostile", &[1], A57, false),
     ("sgi", "sgi", &[4], A72, false),
-    ("abuse", "abuse", &[2], A72, false),
+    ("abuse", "abuse", &[2], A72, true),
     ("crashing-tasks", "crashing-tasks", &[1], A53, false),
     ("quota-flood", "quota-flood", &[1], A57, false),
+    ("kernel-objects", "kernel-objects", &[4], A53, false),
     ("hostile-beside-neighbour", "hostile-beside-neighbour", &[4], A57, false),
     ("linux", "linux", &[1], A53, false),
     ("linux-smp", "linux", &[4], A72, false),
-    ("restarts", "restarts", &[4], A72, false),
+    ("restarts", "restarts", &[4], A72, true),
     ("sgi-shared", "sgi", &[1], A53, true),
     ("abuse-shared", "abuse", &[1], A53, true),
     ("hostile-on-another-cpu", "hostile-on-another-cpu", &[4], A53, true),
