@@ -85,7 +85,8 @@ struct Tables([[AtomicU64; 512]; 5]);
 /// First direct map, of RAM below 4 GiB: a table of 1 GiB entries, and four of 2 MiB blocks.
 static FIRST_MAP: Tables = Tables([const { [const { AtomicU64::new(0) }; 512] }; 5]);
 
-/// Entry from `boot.s`: address of the device tree, exception level, address of the image; all physical.
+/// Entry from `boot.s`: physical address of the device tree, exception level ([`STARTED_AT_EL1`]),
+/// physical address of the image.
 extern "C" fn boot_main(tree: u64, level: u64, image: u64) -> ! {
     memory::set_image(image);
     let bytes = tree_bytes(tree);

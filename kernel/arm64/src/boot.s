@@ -14,8 +14,8 @@ image_header:
 
 .section .text.boot, "ax"
 
-// Brings the CPU into the state in which the kernel runs. Returns in x20: 0: EL2 with VHE; 1: it was
-// started at EL1; 2: EL2 without VHE. At EL3 it stops.
+// Brings the CPU into the state in which the kernel runs. Returns in x20: 0: EL2 with VHE; 1: it
+// was started at EL1; 2: EL2 without VHE. At EL3 it stops.
 choose_level:
     msr daifset, #15
     msr spsel, #1

@@ -302,8 +302,8 @@ global_asm!(
     "msr spsr_el2, x2",
     "load_registers",
     "eret",
-    // Without VHE: the registers of EL1 and the tables of stage 2 on which tasks depend, too, change
-    // with HCR_EL2. Changes x3 to x5.
+    // Without VHE: the registers of EL1 and the tables of stage 2 on which tasks depend, too,
+    // change with HCR_EL2. Changes x3 to x5.
     "to_guest:",
     "mrs x3, tpidr_el2",
     "mrs x4, vttbr_el2",

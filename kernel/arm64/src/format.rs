@@ -18,7 +18,7 @@ pub struct Stage2;
 /// Stage 1 of the kernel.
 pub struct KernelStage1;
 
-/// Tables of tasks: [`Stage1`], or [`Stage2`] without VHE. Either has its tables in the same format.
+/// Tables of tasks: [`Stage1`], or [`Stage2`] without VHE. They differ in their leaves.
 pub struct TaskTables;
 
 /// Level of the leaves of 1 GiB, the largest.

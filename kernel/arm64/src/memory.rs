@@ -63,8 +63,8 @@ pub fn kernel_root() -> u64 {
     ROOT.load(Ordering::Acquire)
 }
 
-/// End of the physical addresses of RAM that is used: what the direct map reaches, and, without VHE,
-/// root's window.
+/// End of the physical addresses of RAM that is used: what the direct map reaches, and, without
+/// VHE, root's window.
 pub fn limit() -> u64 {
     if has_vhe() { DIRECT_MAP_LENGTH } else { TASK_LENGTH - abi::boot::PHYSICAL_WINDOW }
 }

@@ -102,8 +102,8 @@ pub fn handle_interrupt(
 /// VMID of tasks in VTTBR_EL2, without VHE. That of guests is 0.
 pub const VMID_OF_TASKS: u64 = 1 << vtcr::VMID_SHIFT;
 
-/// Loads the tables of a task, or those of the kernel, which have none of a task. Flushes this CPU's
-/// TLB entries of tasks, which all have ASID 0, or the same VMID.
+/// Loads the tables of a task, or those of the kernel, which have none of a task. Flushes this
+/// CPU's TLB entries of tasks, which all have ASID 0, or the same VMID.
 fn load_table(root: u64) {
     // SAFETY: the root of a task or of the kernel. With VHE both have the kernel's entries.
     unsafe {
@@ -184,8 +184,8 @@ impl Arch for Arm64 {
     }
 
     fn user_entries() -> Range<usize> {
-        // Not every processor walks four levels at stage 2.
-        0..if has_vhe() { memory::FIRST_SLOT } else { 1 }
+        // Without VHE the processor reaches those of the first entry alone.
+        0..memory::FIRST_SLOT
     }
 
     fn has_nested() -> bool {

@@ -8,8 +8,8 @@
 //!   again.
 //! * Whatever the VMM writes to the state page harms at most its own guest: the processor state is
 //!   checked before every entry, and all other values are registers of EL0 and EL1.
-//! * All guests have the same VMID, which no task has. A CPU flushes the TLB entries of guests when it enters another
-//!   vCPU, or one whose VM has lost mappings.
+//! * All guests have the same VMID, which no task has. A CPU flushes the TLB entries of guests when
+//!   it enters another vCPU, or one whose VM has lost mappings.
 
 mod exits;
 mod fault;

@@ -47,14 +47,9 @@ const MAX_DEPTH: u8 = 250;
 const MAX_CAPABILITY_ORDER: u8 = 6;
 /// Width of a guest-physical address in bits.
 const GUEST_BITS: u32 = 48;
-/// `log2` of the pages that an entry of a root table maps.
-const ROOT_ENTRY_ORDER: u32 = 27;
-
 /// Pages that a task can map: the lower half except its last page, so that the address after a
 /// SYSCALL instruction is always canonical (APM vol. 3, SYSRET).
-fn user_pages<A: Arch>() -> u64 {
-    ((A::user_entries().end as u64) << ROOT_ENTRY_ORDER) - 1
-}
+const USER_PAGES: u64 = (abi::USER_END >> abi::PAGE_SHIFT) - 1;
 
 /// Page tables in kernel memory, charged to one factory.
 struct KernelTables<'a> {
@@ -453,7 +448,7 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::Aborted);
         }
         let page = address >> abi::PAGE_SHIFT;
-        if address & (abi::PAGE_SIZE - 1) != 0 || page >= user_pages::<A>() {
+        if address & (abi::PAGE_SIZE - 1) != 0 || page >= USER_PAGES {
             return Err(Status::BadArgument);
         }
         if self.find(&owner.space.memory, page).is_some() {

@@ -1,6 +1,6 @@
 //! Delegation and recursive revocation, in bounded steps.
 
-use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, WORD_ORDER, units, user_pages, work};
+use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, USER_PAGES, WORD_ORDER, units, work};
 use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::*;
@@ -42,7 +42,7 @@ impl<A: Arch> Delegation<A> {
 fn check_range<A: Arch>(item: Item, space: SpaceRef<A>, base: u64) -> Result<(), Status> {
     let size = units(item.order);
     let limit = match (item.kind, space) {
-        (ItemKind::Memory, SpaceRef::Task(_)) => user_pages::<A>(),
+        (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
         (ItemKind::Memory, SpaceRef::Vm(_)) => 1 << (GUEST_BITS - abi::PAGE_SHIFT),
         (ItemKind::Port, _) => 1 << 16,
         (ItemKind::Capability, SpaceRef::Task(_)) => MAX_SLOTS,
