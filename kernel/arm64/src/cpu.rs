@@ -8,12 +8,11 @@ use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use abi::{PAGE_SIZE, Status};
 use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST, CNTKCTL_TASKS, sctlr};
-use kernel_core::arch::Arch as _;
 
 use crate::boot::empty_table;
 use crate::machine::MAX_CPUS;
 use crate::memory::{CPU_AREAS, KernelTables, physical_of};
-use crate::{Arm64, has_vhe, read_register, write_register};
+use crate::{has_vhe, read_register, write_register};
 
 const AREA_LENGTH: u64 = 0x1_0000;
 /// Stack of the kernel, and that of exceptions in the kernel, which are bugs.
@@ -166,7 +165,8 @@ pub unsafe fn activate(index: usize) {
     crate::io::instruction_barrier();
     // SAFETY: no guest runs before this CPU runs threads.
     unsafe { crate::vcpu::init_this_cpu() };
-    Arm64::flush_local();
+    // No task has run yet. A flush without VHE would concern all CPUs of an emulator.
+    crate::run::set_tables(crate::memory::kernel_root());
 }
 
 /// State of the executing CPU.

@@ -102,15 +102,30 @@ pub fn handle_interrupt(
 /// VMID of tasks in VTTBR_EL2, without VHE. That of guests is 0.
 pub const VMID_OF_TASKS: u64 = 1 << vtcr::VMID_SHIFT;
 
-/// Loads the tables of a task, or those of the kernel, which have none of a task. Flushes this
-/// CPU's TLB entries of tasks, which all have ASID 0, or the same VMID.
-fn load_table(root: u64) {
+/// Sets the tables of a task, or those of the kernel, which have none of a task.
+#[inline(always)]
+pub fn set_tables(root: u64) {
     // SAFETY: the root of a task or of the kernel. With VHE both have the kernel's entries.
     unsafe {
         asm!(
             alternative!("msr ttbr0_el2, x9", "bl set_task_tables"), "isb",
-            "dsb nshst", alternative!("tlbi aside1, xzr", "tlbi vmalls12e1"), "dsb nsh", "isb",
             inout("x9") root => _, out("x10") _, out("x11") _, out("x30") _, options(nostack),
+        );
+    }
+}
+
+/// Sets the tables ([`set_tables`]), and flushes this CPU's TLB entries of tasks, which all have
+/// ASID 0, or the same VMID.
+fn load_table(root: u64) {
+    set_tables(root);
+    // SAFETY: flushes only.
+    unsafe {
+        asm!(
+            "dsb nshst",
+            alternative!("tlbi aside1, xzr", "tlbi vmalls12e1"),
+            "dsb nsh",
+            "isb",
+            options(nostack)
         );
     }
 }
