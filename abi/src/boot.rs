@@ -1,16 +1,17 @@
-//! Initial state of root: boot page, first capabilities, and address-space layout.
+//! Initial state of root: boot page, first capabilities, and address-space layout. Tasks have 512
+//! GiB on every processor; what need not be larger is at its lower end.
 
 /// Address of [`BootInfo`] in root, mapped read-only.
-pub const BOOT_INFO_ADDRESS: u64 = 0x0000_7fff_0000_0000;
+pub const BOOT_INFO_ADDRESS: u64 = 0x3f_ff00_0000;
 /// Address of the message page of root's first thread.
-pub const ROOT_MESSAGE_PAGE: u64 = 0x0000_7fff_0010_0000;
+pub const ROOT_MESSAGE_PAGE: u64 = 0x3f_ff10_0000;
 /// Top of root's first stack, which grows down and has [`ROOT_STACK_PAGES`] pages.
-pub const ROOT_STACK_TOP: u64 = 0x0000_7fff_0030_0000;
+pub const ROOT_STACK_TOP: u64 = 0x3f_ff30_0000;
 /// Length of root's first stack in pages.
 pub const ROOT_STACK_PAGES: u64 = 64;
 /// Base of the window in which root's physical memory is mapped: physical address `p` at
 /// `PHYSICAL_WINDOW + p`; RAM write-back, device regions uncached.
-pub const PHYSICAL_WINDOW: u64 = 0x0000_4000_0000_0000;
+pub const PHYSICAL_WINDOW: u64 = 0x40_0000_0000;
 
 /// Root's first capabilities.
 pub mod slot {

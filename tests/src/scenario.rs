@@ -27,6 +27,8 @@ pub enum Backend {
     NativeX86Vtlb,
     /// Our kernel on AArch64 with VHE.
     NativeArm64Vhe,
+    /// The same kernel on a processor without VHE.
+    NativeArm64NoVhe,
     /// The kernel of x86-64 on a processor of Bochs, from a CD-ROM image: one CPU and no devices
     /// but serial lines.
     Bochs(Model),
@@ -40,7 +42,7 @@ impl Backend {
     /// Returns a description for this back end: with its board and its guests' serial port.
     pub fn describe(self, description: &str) -> String {
         let (board, serial) = match self {
-            Self::NativeArm64Vhe => ("qemu-virt", "ttyAMA0"),
+            Self::NativeArm64Vhe | Self::NativeArm64NoVhe => ("qemu-virt", "ttyAMA0"),
             _ => ("qemu-q35", "ttyS0"),
         };
         description.replace("{board}", board).replace("{serial}", serial)
@@ -53,6 +55,7 @@ impl fmt::Display for Backend {
             Self::NativeX86Npt => f.write_str("native-x86-npt"),
             Self::NativeX86Vtlb => f.write_str("native-x86-vtlb"),
             Self::NativeArm64Vhe => f.write_str("native-arm64-vhe"),
+            Self::NativeArm64NoVhe => f.write_str("native-arm64-novhe"),
             Self::Bochs(model) => write!(f, "bochs/{}", model.name()),
             Self::Kvm => f.write_str("kvm"),
             Self::Process => f.write_str("hosted"),
@@ -121,7 +124,10 @@ impl Scenario {
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let description = backend.describe(&self.system.replace("{cpus}", &cpus.to_string()));
         let mut running = match backend {
-            Backend::NativeX86Npt | Backend::NativeX86Vtlb | Backend::NativeArm64Vhe => {
+            Backend::NativeX86Npt
+            | Backend::NativeX86Vtlb
+            | Backend::NativeArm64Vhe
+            | Backend::NativeArm64NoVhe => {
                 let machine = Machine { cpus, ..self.machine.clone() };
                 Running::start(&description, &machine, Duration::from_secs(self.limit))?
             }

@@ -78,6 +78,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         arm64::arm64_devices(),
         arm64::arm64_gicv2(is_long),
         arm64::arm64_refused_devices(),
+        arm64::arm64_without_vhe(is_long),
     ]
     .concat()
 }

@@ -24,6 +24,18 @@ const DEBIAN_CPUS: [u32; 1] = [2];
 /// Numbers of CPUs with which the pre-virtualized kernel must work.
 const PREVIRT_CPUS: [u32; 2] = [1, 2];
 
+/// Processors on which the kernel for AArch64 is checked from inside, CPUs, and whether they have
+/// VHE.
+const FIRST: [(&str, u32, bool); 7] = [
+    ("cortex-a76", 1, true),
+    ("cortex-a76", 4, true),
+    ("max", 2, true),
+    ("cortex-a53", 1, false),
+    ("cortex-a53", 4, false),
+    ("cortex-a57", 2, false),
+    ("cortex-a72", 4, false),
+];
+
 /// Body of a test.
 type Body = fn() -> Result<()>;
 /// A test of attacks, which may be long.
@@ -196,10 +208,11 @@ fn tests(seconds: u32) -> Vec<Test> {
 /// The kernel for AArch64 without a system.
 fn arm64_tests() -> Vec<Test> {
     let mut tests = Vec::new();
-    for (processor, cpus) in [("cortex-a76", 1), ("cortex-a76", 4), ("max", 2)] {
+    for (processor, cpus, has_vhe) in FIRST {
         let class = if cpus > 1 { Class::SmpOrKill } else { Class::Other };
-        let name = format!("native-arm64-vhe/first-{processor}/{cpus}-cpu");
-        tests.push(Test::new(name, class, move || arm64::first(processor, cpus)));
+        let backend = if has_vhe { Backend::NativeArm64Vhe } else { Backend::NativeArm64NoVhe };
+        let name = format!("{backend}/first-{processor}/{cpus}-cpu");
+        tests.push(Test::new(name, class, move || arm64::first(processor, cpus, has_vhe)));
     }
     for (name, machine, processor, reason) in arm64::REFUSED {
         let body = move || arm64::refused(machine, processor, reason);

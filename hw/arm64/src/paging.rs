@@ -27,7 +27,7 @@ pub mod stage1 {
     pub const NOT_GLOBAL: u64 = 1 << 11;
     /// The kernel may not execute it.
     pub const KERNEL_NX: u64 = 1 << 53;
-    /// EL0 may not execute it.
+    /// EL0 may not execute it. Where there is one privilege level alone: it may not.
     pub const USER_NX: u64 = 1 << 54;
 }
 

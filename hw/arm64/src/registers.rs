@@ -37,11 +37,17 @@ pub mod hcr {
     pub const RW: u64 = 1 << 31;
     /// The host kernel runs at EL2 (FEAT_VHE).
     pub const E2H: u64 = 1 << 34;
+    /// Stage 1 of EL1 and EL0 is off, and what it does not translate is write-back memory.
+    const DC: u64 = 1 << 12;
     /// Value while tasks run.
     pub const HOST: u64 = E2H | RW | TGE;
+    /// The same without VHE: stage 2 alone translates for EL0.
+    pub const HOST_WITHOUT_VHE: u64 = RW | TGE | VM | DC;
     /// Value while guests run. Pointer authentication and memory tags trap.
     pub const GUEST: u64 =
         E2H | RW | VM | SWIO | INTERRUPTS | BROADCAST | TWI | TID3 | TSC | IMPLEMENTATION | ERRORS;
+    /// The same without VHE.
+    pub const GUEST_WITHOUT_VHE: u64 = GUEST & !E2H;
 }
 
 /// SCTLR of EL1, or of EL2 with E2H.
@@ -73,20 +79,27 @@ pub mod sctlr {
     pub const KERNEL: u64 = RESERVED | M | C | SA | SA0 | I | DZE | UCT | N_TWE | UCI;
     /// Value with translation off.
     pub const OFF: u64 = RESERVED | SPAN;
+    /// SCTLR_EL2 without VHE, with translation on: bits 29, 28, 23, 22, 18, 16, 11, 5 and 4 are 1.
+    pub const KERNEL_WITHOUT_VHE: u64 = 0x30c5_0830 | M | C | SA | I;
+    /// SCTLR_EL1 while tasks run without VHE: they may do the same as with it.
+    pub const TASKS: u64 = OFF | C | SA0 | I | DZE | UCT | N_TWE | UCI;
 }
 
 /// TCR of EL1, or of EL2 with E2H.
 pub mod tcr {
-    /// Both halves have 48 bits (T0SZ and T1SZ: 64 - 48).
-    const SIZES: u64 = 16 | 16 << 16;
+    /// Addresses of 48 bits, by way of TTBR0 (T0SZ: 64 - 48), with granules of 4 KiB (TG0 0).
+    const SIZE: u64 = 16;
     /// Walks by way of the caches: write-back, inner shareable.
-    const CACHED: u64 = 1 << 8 | 1 << 10 | 3 << 12 | 1 << 24 | 1 << 26 | 3 << 28;
-    /// Granules of 4 KiB in both halves (TG0 0, TG1 2).
-    const GRANULES: u64 = 2 << 30;
+    const CACHED: u64 = 1 << 8 | 1 << 10 | 3 << 12;
+    /// No walks by way of TTBR1 (EPD1). Its size and granule (T1SZ, TG1) are valid.
+    const NO_UPPER_HALF: u64 = 1 << 23 | 16 << 16 | 2 << 30;
     /// ASIDs of 16 bits.
     const LONG_ASIDS: u64 = 1 << 36;
-    /// Value without the size of physical addresses (IPS, bits 34 to 32).
-    pub const KERNEL: u64 = SIZES | CACHED | GRANULES | LONG_ASIDS;
+    /// Value without the size of physical addresses (IPS, from bit 32 on).
+    pub const KERNEL: u64 = SIZE | CACHED | NO_UPPER_HALF | LONG_ASIDS;
+    /// TCR_EL2 without VHE, without the size of physical addresses (PS, from bit 16 on): bits 31
+    /// and 23 are 1.
+    pub const KERNEL_WITHOUT_VHE: u64 = SIZE | CACHED | 1 << 31 | 1 << 23;
 }
 
 /// MAIR: memory types by index.
@@ -133,6 +146,8 @@ pub mod vtcr {
     pub const SIZE_SHIFT: u32 = 16;
     /// Largest size of physical addresses: 48 bits.
     pub const MAX_SIZE: u64 = 5;
+    /// VTTBR_EL2: lowest bit of the VMID.
+    pub const VMID_SHIFT: u32 = 48;
 }
 
 /// PAR_EL1: result of a translation by an instruction.
@@ -158,12 +173,19 @@ pub const fn hpfar_page(value: u64) -> u64 {
     (value & 0x0fff_ffff_fff0) << 8
 }
 
-/// CNTHCTL_EL2 with E2H: EL0 may read both counters, and has no timers.
+/// CNTHCTL_EL2 while tasks run. With VHE: EL0 may read both counters, and has no timers. Without
+/// it: neither the physical counter nor its timer trap, so that [`CNTKCTL_TASKS`] decides.
 pub const CNTHCTL_HOST: u64 = 0b11;
+/// CNTKCTL_EL1 while tasks run without VHE: EL0 may read the physical counter, and has no timers.
+pub const CNTKCTL_TASKS: u64 = 0b01;
 /// Bit of CNTx_CTL: the timer is enabled; not masked.
 pub const TIMER_ENABLED: u64 = 1;
 /// Bit of CNTx_CTL: the timer does not interrupt.
 pub const TIMER_MASKED: u64 = 2;
 
-/// CPACR_EL1, or CPTR_EL2 with E2H: floating point does not trap (FPEN).
+/// CPTR_EL2 with E2H: floating point does not trap (FPEN).
 pub const FLOATING_POINT: u64 = 3 << 20;
+/// CPTR_EL2 without VHE: SVE traps, or the bit is 1 without it. Other bits are 1.
+pub const CPTR_WITHOUT_VHE: u64 = 0x33ff;
+/// CPTR_EL2 without VHE: floating point traps (TFP).
+pub const NO_FLOATING_POINT: u64 = 1 << 10;

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::Status;
 use hw_arm64::image;
 use hw_arm64::paging::entry;
-use hw_arm64::registers::{hcr, mair, sctlr, spsr, tcr};
+use hw_arm64::registers::{hcr, mair, sctlr, tcr};
 use hw_tables::fdt::{self, Fdt};
 use hw_tables::virtio_mmio;
 use kernel_core::table::Format;
@@ -15,11 +15,11 @@ use kernel_run::boot_memory::FOUR_GIB;
 use kernel_run::ranges::Range;
 use kernel_run::tables::{DEVICE, ImageLayout, READ_WRITE};
 
-use crate::format::Stage1;
+use crate::format::KernelStage1;
 use crate::log::LOG;
 use crate::machine::{Machine, option, uart};
-use crate::memory::{self, BLOCK, DIRECT_MAP_LENGTH, IMAGE, KernelTables, direct};
-use crate::{cpu, gic, io, log, panic, psci, smp, start, time, vcpu};
+use crate::memory::{self, BLOCK, IMAGE, KernelTables, direct};
+use crate::{alternative, cpu, gic, has_vhe, io, log, panic, psci, smp, start, time, vcpu};
 
 /// UART of the log where the device tree cannot be read: that of QEMU's machine `virt`.
 const DEFAULT_UART: u64 = 0x0900_0000;
@@ -31,22 +31,27 @@ const BLOCK_OF_CODE: u64 = entry::VALID
     | entry::ACCESSED
     | entry::INNER_SHAREABLE
     | mair::NORMAL << hw_arm64::paging::stage1::TYPE_SHIFT;
-const BLOCK_OF_DATA: u64 = BLOCK_OF_CODE | hw_arm64::paging::stage1::KERNEL_NX;
+const BLOCK_OF_DATA: u64 =
+    BLOCK_OF_CODE | hw_arm64::paging::stage1::KERNEL_NX | hw_arm64::paging::stage1::USER_NX;
 
 global_asm!(
+    ".macro alternative vhe, without",
+    alternative!("\\vhe", "\\without"),
+    ".endm",
     include_str!("boot.s"),
     image_flags = const image::FLAGS,
     image_magic = const image::MAGIC,
     hcr_host = const hcr::HOST,
-    hcr_el1 = const hcr::RW,
-    sctlr_off = const sctlr::OFF,
+    hcr_without_vhe = const hcr::HOST_WITHOUT_VHE,
     sctlr = const sctlr::KERNEL,
-    el1_masked = const spsr::EL1_MASKED,
+    sctlr_without_vhe = const sctlr::KERNEL_WITHOUT_VHE,
     mair = const mair::KERNEL,
     tcr = const tcr::KERNEL,
+    tcr_without_vhe = const tcr::KERNEL_WITHOUT_VHE,
     block = const BLOCK_OF_CODE,
     data_block = const BLOCK_OF_DATA,
-    image_slot = const memory::IMAGE_SLOT,
+    user = const hw_arm64::paging::stage1::USER,
+    image_slot = const memory::FIRST_SLOT,
     tree_index = const memory::TREE_INDEX,
     main = sym boot_main,
     processor_main = sym smp::processor_main,
@@ -58,17 +63,14 @@ unsafe extern "C" {
     static rodata_end: u8;
     static image_end: u8;
     static boot_tables: [AtomicU64; 6 * 512];
-    /// Table without entries, for TTBR0 while no task's tables are loaded.
+    /// Table without entries, for stage 2 while no guest's or task's tables are loaded.
     pub static empty_table: [AtomicU64; 512];
     /// Replaces the tables of the kernel; `offset`: virtual minus physical addresses of the image.
     fn replace_tables(root: u64, offset: u64);
 }
 
-/// Why the first CPU is not at EL2 with VHE: value of `boot.s`.
-mod obstacle {
-    pub const STARTED_AT_EL1: u64 = 1;
-    pub const NO_VHE: u64 = 2;
-}
+/// The first CPU was started at EL1: value of `boot.s`.
+const STARTED_AT_EL1: u64 = 1;
 
 struct Cell(UnsafeCell<Machine>);
 
@@ -83,8 +85,9 @@ struct Tables([[AtomicU64; 512]; 5]);
 /// First direct map, of RAM below 4 GiB: a table of 1 GiB entries, and four of 2 MiB blocks.
 static FIRST_MAP: Tables = Tables([const { [const { AtomicU64::new(0) }; 512] }; 5]);
 
-/// Entry from `boot.s`: address of the device tree, obstacle, address of the image; all physical.
-extern "C" fn boot_main(tree: u64, obstacle: u64, image: u64) -> ! {
+/// Entry from `boot.s`: physical address of the device tree, exception level ([`STARTED_AT_EL1`]),
+/// physical address of the image.
+extern "C" fn boot_main(tree: u64, level: u64, image: u64) -> ! {
     memory::set_image(image);
     let bytes = tree_bytes(tree);
     let fdt = bytes.map(Fdt::parse);
@@ -92,15 +95,14 @@ extern "C" fn boot_main(tree: u64, obstacle: u64, image: u64) -> ! {
     log!(
         "Parador {}, booted at EL{}",
         env!("CARGO_PKG_VERSION"),
-        if obstacle == obstacle::STARTED_AT_EL1 { 1 } else { 2 }
+        match level {
+            STARTED_AT_EL1 => "1",
+            _ if has_vhe() => "2",
+            _ => "2 without VHE",
+        }
     );
-    match obstacle {
-        obstacle::STARTED_AT_EL1 => refuse(
-            "the kernel must be started at EL2: enable the machine's \
-            virtualization extension",
-        ),
-        obstacle::NO_VHE => refuse("this processor has no VHE (Armv8.1), which the kernel needs"),
-        _ => {}
+    if level == STARTED_AT_EL1 {
+        refuse("the kernel must be started at EL2: enable the machine's virtualization extension");
     }
     // SAFETY: this runs once, on the first CPU, and passes on the only reference.
     let machine = unsafe { &mut *MACHINE.0.get() };
@@ -111,7 +113,7 @@ extern "C" fn boot_main(tree: u64, obstacle: u64, image: u64) -> ! {
             refuse("the device tree cannot be used");
         }
         Some(Ok(fdt)) => {
-            if let Err(reason) = machine.read(&fdt, DIRECT_MAP_LENGTH) {
+            if let Err(reason) = machine.read(&fdt, memory::limit()) {
                 refuse(reason);
             }
         }
@@ -155,7 +157,7 @@ fn publish_entries() {
 /// Maps the block with these device registers in entry `index` of the first tables; returns their
 /// virtual address.
 fn map_registers(index: usize, physical: u64) -> usize {
-    let leaf = Stage1::leaf(physical & !(BLOCK - 1), DEVICE, 1);
+    let leaf = KernelStage1::leaf(physical & !(BLOCK - 1), DEVICE, 1);
     boot_entry(5, index).store(leaf, Ordering::Relaxed);
     publish_entries();
     (IMAGE + index as u64 * BLOCK + physical % BLOCK) as usize
@@ -268,16 +270,16 @@ fn map_ram(machine: &Machine) {
     let [top, blocks @ ..] = &FIRST_MAP.0;
     for range in machine.memory.ram.as_slice() {
         for base in (range.base..range.end.min(FOUR_GIB)).step_by(BLOCK as usize) {
-            let leaf = Stage1::leaf(base, READ_WRITE, 1);
+            let leaf = KernelStage1::leaf(base, READ_WRITE, 1);
             blocks[(base >> 30) as usize][(base >> 21 & 511) as usize]
                 .store(leaf, Ordering::Relaxed);
         }
     }
-    let table = |of: *const [AtomicU64; 512]| Stage1::table(memory::physical_of(of));
+    let table = |of: *const [AtomicU64; 512]| KernelStage1::table(memory::physical_of(of));
     for (entry, below) in top.iter().zip(blocks) {
         entry.store(table(below), Ordering::Relaxed);
     }
-    boot_entry(3, 0).store(table(top), Ordering::Relaxed);
+    boot_entry(0, memory::slot(memory::DIRECT_MAP)).store(table(top), Ordering::Relaxed);
     publish_entries();
 }
 
@@ -305,10 +307,29 @@ fn build_address_space(machine: &mut Machine) -> Result<(), Status> {
     }
     let root = tables.finish();
     memory::publish(root);
-    publish_entries();
-    // SAFETY: the tables map the image at its address, with the stack; TTBR0 has the identity map.
+    set_identity_map(boot_entry(0, identity_slot()).load(Ordering::Relaxed));
+    // SAFETY: the tables map the image at its address, with the stack, and have the identity map.
     unsafe { replace_tables(root, offset) };
     Ok(())
+}
+
+/// Entry of root tables with the identity map.
+fn identity_slot() -> usize {
+    memory::slot(memory::image_physical())
+}
+
+/// Sets the entry of the identity map in the kernel's tables. CPUs need it while they start.
+fn set_identity_map(entry: u64) {
+    let root = memory::root_entries(memory::kernel_root());
+    root[identity_slot()].store(entry, Ordering::Relaxed);
+    publish_entries();
+}
+
+/// Removes the identity map when all CPUs have started.
+fn remove_identity_map() {
+    set_identity_map(0);
+    // SAFETY: flushes only.
+    unsafe { asm!("dsb ish", "tlbi alle2is", "dsb ish", "isb", options(nostack)) };
 }
 
 extern "C" fn continue_on_own_stack() -> ! {
@@ -331,5 +352,6 @@ extern "C" fn continue_on_own_stack() -> ! {
         machine.devices.remove(range.outward());
     }
     smp::start_all(machine);
+    remove_identity_map();
     start::bsp_main(machine)
 }

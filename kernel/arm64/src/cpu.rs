@@ -7,11 +7,12 @@ use core::mem::offset_of;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use abi::{PAGE_SIZE, Status};
-use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST};
+use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST, CNTKCTL_TASKS, sctlr};
 
+use crate::boot::empty_table;
 use crate::machine::MAX_CPUS;
-use crate::memory::{CPU_AREAS, KernelTables};
-use crate::{read_register, write_register};
+use crate::memory::{CPU_AREAS, KernelTables, physical_of};
+use crate::{has_vhe, read_register, write_register};
 
 const AREA_LENGTH: u64 = 0x1_0000;
 /// Stack of the kernel, and that of exceptions in the kernel, which are bugs.
@@ -34,6 +35,21 @@ pub struct PerCpu {
     pub affinity: u64,
     /// State that assembly uses while a guest runs.
     pub guest: GuestRun,
+    /// State that assembly uses without VHE.
+    without_vhe: WithoutVhe,
+}
+
+/// State of a CPU without VHE, where tasks depend on registers that guests have, too.
+#[repr(C)]
+#[derive(Default)]
+struct WithoutVhe {
+    /// SCTLR_EL1 and CNTKCTL_EL1 of the guest whose registers are loaded, while it does not run.
+    guest_registers: [AtomicU64; 2],
+    /// VTTBR_EL2 of the guest and of the task that are loaded.
+    guest_tables: AtomicU64,
+    task_tables: AtomicU64,
+    /// Physical address of tables without entries.
+    no_tables: u64,
 }
 
 /// State of a CPU that assembly uses while a guest runs.
@@ -61,6 +77,15 @@ pub const TIMER_LIST: usize = offset_of!(PerCpu, guest.timer_list);
 pub const MAY_WAIT: usize = offset_of!(PerCpu, guest.may_wait);
 /// See [`TIMER_LIST`].
 pub const WAITED: usize = offset_of!(PerCpu, guest.waited);
+
+/// Offsets of the fields of [`WithoutVhe`].
+pub const GUEST_REGISTERS: usize = offset_of!(PerCpu, without_vhe.guest_registers);
+/// See [`GUEST_REGISTERS`].
+pub const GUEST_TABLES: usize = offset_of!(PerCpu, without_vhe.guest_tables);
+/// See [`GUEST_REGISTERS`].
+pub const TASK_TABLES: usize = offset_of!(PerCpu, without_vhe.task_tables);
+/// See [`GUEST_REGISTERS`].
+pub const NO_TABLES: usize = offset_of!(PerCpu, without_vhe.no_tables);
 
 static CREATED: AtomicUsize = AtomicUsize::new(0);
 
@@ -99,6 +124,10 @@ pub unsafe fn create(affinity: u64) -> usize {
         id: index,
         affinity,
         guest: GuestRun::default(),
+        without_vhe: WithoutVhe {
+            no_tables: physical_of(&raw const empty_table),
+            ..WithoutVhe::default()
+        },
     };
     // SAFETY: mapped, by the caller; no CPU uses it before it is counted.
     unsafe { ((area(index) + PER_CPU) as *mut PerCpu).write(state) };
@@ -123,18 +152,21 @@ pub unsafe fn activate(index: usize) {
     // neither floating point nor the debug registers.
     unsafe {
         write_register!("tpidr_el2", area(index) + PER_CPU);
-        write_register!("vbar_el1", &raw const crate::entry::vectors as u64);
+        write_register!("vbar_el2", &raw const crate::entry::vectors as u64);
         write_register!("cnthctl_el2", CNTHCTL_HOST);
-        write_register!("cpacr_el1", 0);
         write_register!("mdscr_el1", 0);
         write_register!("tpidrro_el0", 0);
-        let empty = crate::memory::physical_of(&raw const crate::boot::empty_table);
-        write_register!("ttbr0_el1", empty);
+        if !has_vhe() {
+            write_register!("sctlr_el1", sctlr::TASKS);
+            write_register!("cntkctl_el1", CNTKCTL_TASKS);
+        }
     }
+    crate::vcpu::float::forbid();
     crate::io::instruction_barrier();
-    crate::run::flush_tasks();
     // SAFETY: no guest runs before this CPU runs threads.
     unsafe { crate::vcpu::init_this_cpu() };
+    // No task has run yet. A flush without VHE would concern all CPUs of an emulator.
+    crate::run::set_tables(crate::memory::kernel_root());
 }
 
 /// State of the executing CPU.

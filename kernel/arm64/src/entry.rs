@@ -15,13 +15,15 @@ use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::arm64::{VcpuState, virq};
 use hw_arm64::esr::{self, class};
 use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
-use hw_arm64::registers::hcr;
+use hw_arm64::paging::entry;
+use hw_arm64::registers::{CNTHCTL_HOST, CNTKCTL_TASKS, hcr, sctlr};
+use kernel_core::Kernel;
 use kernel_core::arch::Context as _;
 use kernel_run::{exit, lock};
 
 use crate::context::{ThreadContext, UserRegisters};
 use crate::vcpu::virqs;
-use crate::{Arm64, cpu, read_register, run};
+use crate::{Arm64, alternative, cpu, memory, read_register, run};
 
 global_asm!(
     ".macro save_registers stack",
@@ -45,10 +47,10 @@ global_asm!(
     "stp x26, x27, [sp, #208]",
     "stp x28, x29, [sp, #224]",
     "mrs x2, sp_el0",
-    "mrs x3, elr_el1",
-    "mrs x4, spsr_el1",
+    "mrs x3, elr_el2",
+    "mrs x4, spsr_el2",
     "mrs x5, tpidr_el0",
-    "mrs x1, esr_el1",
+    "mrs x1, esr_el2",
     "stp x30, x2, [sp, #240]",
     "stp x3, x4, [sp, #{elr}]",
     "stp x5, x1, [sp, #{tpidr}]",
@@ -63,9 +65,9 @@ global_asm!(
     "ldr x3, [x3, #{bug_stack}]",
     "mov sp, x3",
     "mov x0, #\\kind",
-    "mrs x1, esr_el1",
-    "mrs x2, elr_el1",
-    "mrs x3, far_el1",
+    "mrs x1, esr_el2",
+    "mrs x2, elr_el2",
+    "mrs x3, far_el2",
     "b {bug_handler}",
     ".endm",
     // Vectors of exceptions from the kernel, which always uses its own stack pointer.
@@ -106,7 +108,7 @@ global_asm!(
     ".macro guest_synchronous",
     ".balign 128",
     "stp x0, x1, [sp]",
-    "mrs x1, esr_el1",
+    "mrs x1, esr_el2",
     "lsr x1, x1, #{length_shift}",
     "cmp x1, #{hypercall}",
     "b.eq 5f",
@@ -158,8 +160,8 @@ global_asm!(
     "b leave_kernel",
     "3:",
     "mov x0, x1",
-    "mrs x1, far_el1",
-    "bl {exception}",
+    "mrs x1, far_el2",
+    alternative!("bl {exception}", "bl {exception_without_vhe}"),
     "b leave_kernel",
     // While a guest runs: its exceptions, with registers of 64 and of 32 bits.
     ".balign 2048",
@@ -206,9 +208,9 @@ global_asm!(
     "mrs x3, icc_hppir1_el1",
     "cmp x2, x3",
     "b.ne 6f",
-    "mrs x2, elr_el1",
+    "mrs x2, elr_el2",
     "add x2, x2, #4",
-    "msr elr_el1, x2",
+    "msr elr_el2, x2",
     // An interrupt is taken. That of the guest's timer goes to the first list register
     // (ICH_LR0_EL2), linked to the host's, and the guest continues: nothing that was checked has
     // changed. Without such a timer the interrupt is left to the kernel, which knows the interrupt
@@ -256,11 +258,11 @@ global_asm!(
     "mov x1, #{synchronous}",
     "4:",
     "ldr x2, ={host}",
-    "msr hcr_el2, x2",
+    alternative!("msr hcr_el2, x2", "bl to_host"),
     "adr x2, vectors",
-    "msr vbar_el1, x2",
+    "msr vbar_el2, x2",
     // The guest's PSTATE.PAN stays in force until here: MSR PAN, #1.
-    ".inst 0xd500419f",
+    alternative!(".inst 0xd500419f", "nop"),
     "isb",
     "ldp x19, x20, [sp, #16]",
     "ldp x21, x22, [sp, #32]",
@@ -280,12 +282,12 @@ global_asm!(
     "mrs x3, tpidr_el2",
     "mov x4, sp",
     "str x4, [x3, #{guest_stack}]",
-    "msr elr_el1, x1",
-    "msr spsr_el1, x2",
+    "msr elr_el2, x1",
+    "msr spsr_el2, x2",
     "adr x3, guest_vectors",
-    "msr vbar_el1, x3",
+    "msr vbar_el2, x3",
     "ldr x3, ={guest}",
-    "msr hcr_el2, x3",
+    alternative!("msr hcr_el2, x3", "bl to_guest"),
     // Page-table entries that this CPU has written are visible to its walks.
     "dsb ishst",
     "mov sp, x0",
@@ -296,10 +298,66 @@ global_asm!(
     "dsb ishst",
     "mov sp, x0",
     "ldp x1, x2, [sp, #{elr}]",
-    "msr elr_el1, x1",
-    "msr spsr_el1, x2",
+    "msr elr_el2, x1",
+    "msr spsr_el2, x2",
     "load_registers",
     "eret",
+    // Without VHE: the registers of EL1 and the tables of stage 2 on which tasks depend, too,
+    // change with HCR_EL2. Changes x3 to x5.
+    "to_guest:",
+    "mrs x3, tpidr_el2",
+    "mrs x4, vttbr_el2",
+    "str x4, [x3, #{tables_of_task}]",
+    "ldr x4, [x3, #{tables_of_guest}]",
+    "msr vttbr_el2, x4",
+    "ldp x4, x5, [x3, #{registers_of_guest}]",
+    "msr sctlr_el1, x4",
+    "msr cntkctl_el1, x5",
+    "msr cnthctl_el2, xzr",
+    "ldr x4, ={guest_without_vhe}",
+    "msr hcr_el2, x4",
+    "ret",
+    "to_host:",
+    "ldr x4, ={host_without_vhe}",
+    "msr hcr_el2, x4",
+    "mrs x3, tpidr_el2",
+    "mrs x4, sctlr_el1",
+    "mrs x5, cntkctl_el1",
+    "stp x4, x5, [x3, #{registers_of_guest}]",
+    "ldr x4, ={sctlr_of_tasks}",
+    "mov x5, #{cntkctl_of_tasks}",
+    "msr sctlr_el1, x4",
+    "msr cntkctl_el1, x5",
+    "mov x5, #{cnthctl_host}",
+    "msr cnthctl_el2, x5",
+    "ldr x4, [x3, #{tables_of_task}]",
+    "msr vttbr_el2, x4",
+    "ret",
+    // The same registers of the guest while it does not run: to x9 and x10, from them. Changes x11.
+    "get_guest_registers:",
+    "mrs x11, tpidr_el2",
+    "ldp x9, x10, [x11, #{registers_of_guest}]",
+    "ret",
+    "set_guest_registers:",
+    "mrs x11, tpidr_el2",
+    "stp x9, x10, [x11, #{registers_of_guest}]",
+    "ret",
+    // Tables of the guest at x9.
+    "set_guest_tables:",
+    "mrs x11, tpidr_el2",
+    "str x9, [x11, #{tables_of_guest}]",
+    "ret",
+    // Tables of a task, whose root is at x9: the first entry of that, if there is one.
+    "set_task_tables:",
+    "mrs x11, tpidr_el2",
+    "mov x10, #{direct_map}",
+    "ldr x9, [x9, x10]",
+    "tbnz x9, #0, 1f",
+    "ldr x9, [x11, #{no_tables}]",
+    "1: and x9, x9, #{address}",
+    "orr x9, x9, #{vmid_of_tasks}",
+    "msr vttbr_el2, x9",
+    "ret",
     ".ltorg",
     ".text",
     elr = const offset_of!(UserRegisters, elr),
@@ -311,6 +369,19 @@ global_asm!(
     system_call = sym system_call_handler,
     interrupt = sym interrupt_handler,
     exception = sym exception_handler,
+    exception_without_vhe = sym exception_handler_without_vhe,
+    tables_of_task = const cpu::TASK_TABLES,
+    tables_of_guest = const cpu::GUEST_TABLES,
+    registers_of_guest = const cpu::GUEST_REGISTERS,
+    no_tables = const cpu::NO_TABLES,
+    host_without_vhe = const hcr::HOST_WITHOUT_VHE,
+    guest_without_vhe = const hcr::GUEST_WITHOUT_VHE,
+    sctlr_of_tasks = const sctlr::TASKS,
+    cntkctl_of_tasks = const CNTKCTL_TASKS,
+    cnthctl_host = const CNTHCTL_HOST,
+    direct_map = const memory::DIRECT_MAP,
+    address = const entry::ADDRESS,
+    vmid_of_tasks = const run::VMID_OF_TASKS,
     guest_stack = const cpu::GUEST_STACK,
     length_shift = const esr::LENGTH_SHIFT,
     hypercall = const class::HYPERVISOR_CALL << 1 | 1,
@@ -419,6 +490,22 @@ extern "C" fn interrupt_handler() -> *const ThreadContext {
 extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
+    report_exception(&kernel, cpu_index, syndrome, address);
+    exit::leave(kernel, cpu_index, None)
+}
+
+/// The same without VHE. A task that had no tables when it was loaded may have them now.
+extern "C" fn exception_handler_without_vhe(syndrome: u64, address: u64) -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    if !run::has_new_tables(&kernel, cpu_index) {
+        report_exception(&kernel, cpu_index, syndrome, address);
+    }
+    exit::leave(kernel, cpu_index, None)
+}
+
+/// Reports an exception of the current thread to its pager.
+fn report_exception(kernel: &Kernel<Arm64>, cpu_index: usize, syndrome: u64, address: u64) {
     let current = kernel.cpus[cpu_index].current.get();
     if let Some(handle) = current
         && let Some(thread) = kernel.memory.get(handle)
@@ -428,7 +515,37 @@ extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadCon
         let address = if has_address { address } else { 0 };
         kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
     }
-    exit::leave(kernel, cpu_index, None)
+}
+
+/// Changes the exception level below the kernel's to the guest, whose registers are loaded, for an
+/// instruction of the kernel that translates its addresses.
+///
+/// # Safety
+/// [`to_host`] follows, before anything of a task is used.
+pub unsafe fn to_guest() {
+    // SAFETY: by the caller; the kernel's own translation remains.
+    unsafe {
+        core::arch::asm!(
+            alternative!("msr hcr_el2, {0}", "bl to_guest"), "isb",
+            in(reg) hcr::GUEST, out("x3") _, out("x4") _, out("x5") _, out("x30") _,
+            options(nostack)
+        );
+    }
+}
+
+/// The reverse of [`to_guest`].
+///
+/// # Safety
+/// Follows that.
+pub unsafe fn to_host() {
+    // SAFETY: by the caller.
+    unsafe {
+        core::arch::asm!(
+            alternative!("msr hcr_el2, {0}", "bl to_host"), "isb",
+            in(reg) hcr::HOST, out("x3") _, out("x4") _, out("x5") _, out("x30") _,
+            options(nostack)
+        );
+    }
 }
 
 extern "C" fn kernel_exception(kind: u64, syndrome: u64, address: u64, far: u64) -> ! {

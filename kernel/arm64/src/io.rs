@@ -1,8 +1,35 @@
 //! System registers, device registers, and instructions that need privilege.
 
-/// Reads a system register whose reading has no side effect.
+/// Assembly of one instruction with VHE, and of another one without it. The processor decides at
+/// boot (`boot.s`): there the second one replaces the first one where it has no VHE. The second one
+/// may be a branch, but have no other address relative to its place.
+#[macro_export]
+macro_rules! alternative {
+    ($vhe:expr, $without:expr) => {
+        concat!(
+            "661: ",
+            $vhe,
+            "\n.pushsection .alternatives, \"a\"\n.long 661b - .\n",
+            $without,
+            "\n.popsection"
+        )
+    };
+}
+
+/// Reads a system register whose reading has no side effect. Two names: with VHE and without it.
 #[macro_export]
 macro_rules! read_register {
+    ($name:literal, $without:literal) => {{
+        let value: u64;
+        // SAFETY: reading the register changes nothing.
+        unsafe {
+            core::arch::asm!(
+                $crate::alternative!(concat!("mrs {0}, ", $name), concat!("mrs {0}, ", $without)),
+                out(reg) value, options(nomem, nostack)
+            );
+        }
+        value
+    }};
     ($name:literal) => {{
         let value: u64;
         // SAFETY: reading the register changes nothing.
@@ -16,10 +43,31 @@ macro_rules! read_register {
 /// Writes a system register. The writer answers for its effect.
 #[macro_export]
 macro_rules! write_register {
+    ($name:literal, $without:literal, $value:expr) => {{
+        let value: u64 = $value;
+        core::arch::asm!(
+            $crate::alternative!(concat!("msr ", $name, ", {0}"), concat!("msr ", $without, ", {0}")),
+            in(reg) value, options(nostack)
+        );
+    }};
     ($name:literal, $value:expr) => {{
         let value: u64 = $value;
         core::arch::asm!(concat!("msr ", $name, ", {}"), in(reg) value, options(nostack));
     }};
+}
+
+/// Returns whether the kernel runs with VHE. The compiler knows no better than to ask each time.
+#[inline(always)]
+pub fn has_vhe() -> bool {
+    let value: u64;
+    // SAFETY: sets the register.
+    unsafe {
+        core::arch::asm!(
+            alternative!("mov {0}, #1", "mov {0}, #0"),
+            out(reg) value, options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    value != 0
 }
 
 /// Orders what precedes before what follows, for the instruction stream.

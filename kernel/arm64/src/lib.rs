@@ -1,10 +1,12 @@
-//! AArch64 part of the kernel, at EL2 with VHE: boot, CPUs, interrupts, time, and all hardware
+//! AArch64 part of the kernel, at EL2: boot, CPUs, interrupts, time, and all hardware
 //! access that requires privilege.
 //!
 //! [`boot`] reads the device tree, builds the kernel's page tables ([`memory`]) and the per-CPU
-//! areas ([`cpu`]), and starts the CPUs ([`smp`]). The kernel's tables are in TTBR1, tasks' in
-//! TTBR0; HCR_EL2 has E2H and TGE set, so the names of EL1's registers refer to EL2's. Guests run
-//! at EL1 ([`vcpu`]). Pure code also compiles on the host, where it is tested.
+//! areas ([`cpu`]), and starts the CPUs ([`smp`]). Tasks run at EL0 with HCR_EL2.TGE. With VHE
+//! (HCR_EL2.E2H) TTBR0_EL2 has the tables of a task and the kernel; without it, it has those of the
+//! kernel, and tasks' tables are stage 2. What differs is chosen once, at boot
+//! ([`alternative`], [`has_vhe`]). Guests run at EL1 ([`vcpu`]). Pure code also compiles on the
+//! host, where it is tested.
 #![cfg_attr(not(test), no_std)]
 
 #[cfg(target_os = "none")]
@@ -39,6 +41,11 @@ pub mod start;
 pub mod time;
 #[cfg(target_os = "none")]
 pub mod vcpu;
+
+#[cfg(not(target_os = "none"))]
+pub use format::has_vhe;
+#[cfg(target_os = "none")]
+pub use io::has_vhe;
 
 /// The AArch64 architecture.
 #[derive(Clone, Copy, PartialEq)]

@@ -1,5 +1,6 @@
 //! Implementation of `kernel_core::arch::Arch` and [`kernel_run::Processor`] for AArch64.
 
+use core::arch::asm;
 use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -7,6 +8,7 @@ use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use abi::args::IrqSource;
 use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE};
+use hw_arm64::registers::vtcr;
 use kernel_core::arch::Arch;
 use kernel_core::mdb::Extent;
 use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
@@ -18,12 +20,12 @@ use kernel_run::lock::{self, KernelLock};
 use kernel_run::log::PERIOD;
 
 use crate::context::ThreadContext;
-use crate::format::{Stage1, Stage2};
+use crate::format::{Stage2, TaskTables};
 use crate::gic::{self, Cause, InService};
 use crate::log::LOG;
 use crate::machine::MAX_CPUS;
 use crate::vcpu::{self, VcpuFrames};
-use crate::{Arm64, boot, cpu, io, memory, psci, time, write_register};
+use crate::{Arm64, alternative, cpu, has_vhe, io, memory, psci, read_register, time};
 
 static KERNEL: KernelLock<Arm64> = KernelLock::new();
 
@@ -97,20 +99,47 @@ pub fn handle_interrupt(
     gic::end(in_service);
 }
 
-/// Flushes this CPU's TLB entries of tasks, which all have ASID 0.
-pub fn flush_tasks() {
-    // SAFETY: flushes only.
+/// VMID of tasks in VTTBR_EL2, without VHE. That of guests is 0.
+pub const VMID_OF_TASKS: u64 = 1 << vtcr::VMID_SHIFT;
+
+/// Sets the tables of a task, or those of the kernel, which have none of a task.
+#[inline(always)]
+pub fn set_tables(root: u64) {
+    // SAFETY: the root of a task or of the kernel. With VHE both have the kernel's entries.
     unsafe {
-        core::arch::asm!("dsb nshst", "tlbi aside1, xzr", "dsb nsh", "isb", options(nostack));
+        asm!(
+            alternative!("msr ttbr0_el2, x9", "bl set_task_tables"), "isb",
+            inout("x9") root => _, out("x10") _, out("x11") _, out("x30") _, options(nostack),
+        );
     }
 }
 
-/// Loads the table of a task, or the empty one.
-fn load_table(physical: u64) {
-    // SAFETY: a root table of a task, or one without entries; the kernel is not in this half.
-    unsafe { write_register!("ttbr0_el1", physical) };
-    io::instruction_barrier();
-    flush_tasks();
+/// Sets the tables ([`set_tables`]), and flushes this CPU's TLB entries of tasks, which all have
+/// ASID 0, or the same VMID.
+fn load_table(root: u64) {
+    set_tables(root);
+    // SAFETY: flushes only.
+    unsafe {
+        asm!(
+            "dsb nshst",
+            alternative!("tlbi aside1, xzr", "tlbi vmalls12e1"),
+            "dsb nsh",
+            "isb",
+            options(nostack)
+        );
+    }
+}
+
+/// Without VHE: loads the tables of the current thread's task again, and returns whether they are
+/// others. The processor begins with what the first entry of the root refers to, and there is
+/// nothing before the task's first mapping.
+pub fn has_new_tables(kernel: &Kernel<Arm64>, cpu_index: usize) -> bool {
+    let loaded = kernel.cpus[cpu_index].space.get().and_then(|task| kernel.memory.get(task));
+    let before = read_register!("vttbr_el2");
+    if let Some(task) = loaded {
+        load_table(kernel.memory.physical(task.space.root));
+    }
+    read_register!("vttbr_el2") != before
 }
 
 fn line(source: IrqSource) -> Option<(u32, bool)> {
@@ -122,7 +151,7 @@ fn line(source: IrqSource) -> Option<(u32, bool)> {
 
 impl Arch for Arm64 {
     type Context = ThreadContext;
-    type Host = Stage1;
+    type Host = TaskTables;
     type Nested = Stage2;
     type Vcpu = VcpuFrames;
     const GUEST_PORT_FRAMES: u32 = 0;
@@ -155,15 +184,23 @@ impl Arch for Arm64 {
     }
 
     fn flush_local() {
-        load_table(memory::physical_of(&raw const boot::empty_table));
+        load_table(memory::kernel_root());
     }
 
-    fn init_root(_root: &[AtomicU64; 512]) {
-        // The kernel has tables of its own.
+    fn init_root(root: &[AtomicU64; 512]) {
+        if !has_vhe() {
+            // The kernel has tables of its own.
+            return;
+        }
+        let kernel = memory::root_entries(memory::kernel_root());
+        for (to, from) in root.iter().zip(kernel).skip(memory::FIRST_SLOT) {
+            to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
     }
 
     fn user_entries() -> Range<usize> {
-        0..(abi::USER_END >> 39) as usize
+        // Without VHE the processor reaches those of the first entry alone.
+        0..memory::FIRST_SLOT
     }
 
     fn has_nested() -> bool {
@@ -237,7 +274,7 @@ unsafe impl Processor for Arm64 {
     fn relax() {
         core::hint::spin_loop();
         // SAFETY: a hint.
-        unsafe { core::arch::asm!("yield", options(nomem, nostack, preserves_flags)) };
+        unsafe { asm!("yield", options(nomem, nostack, preserves_flags)) };
     }
 
     fn direct(physical: u64) -> *mut u8 {
@@ -247,7 +284,7 @@ unsafe impl Processor for Arm64 {
     fn wait_for_interrupt() {
         io::data_barrier();
         // SAFETY: waits; an interrupt ends it although it is masked.
-        unsafe { core::arch::asm!("wfi", options(nomem, nostack)) };
+        unsafe { asm!("wfi", options(nomem, nostack)) };
     }
 
     fn handle_pending(kernel: &Kernel<Self>, cpu_index: usize) {

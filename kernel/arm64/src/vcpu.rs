@@ -8,13 +8,13 @@
 //!   again.
 //! * Whatever the VMM writes to the state page harms at most its own guest: the processor state is
 //!   checked before every entry, and all other values are registers of EL0 and EL1.
-//! * All guests have the same VMID. A CPU flushes the TLB entries of guests when it enters another
-//!   vCPU, or one whose VM has lost mappings.
+//! * All guests have the same VMID, which no task has. A CPU flushes the TLB entries of guests when
+//!   it enters another vCPU, or one whose VM has lost mappings.
 
 mod exits;
 mod fault;
 mod features;
-mod float;
+pub mod float;
 mod guest_entry;
 mod registers;
 mod sgi;
@@ -40,7 +40,7 @@ use kernel_run::lock::{lock, unlock};
 use crate::entry::{GuestExit, enter_guest, exit_kind};
 use crate::format::Stage2;
 use crate::run::{Guard, arm, handle_interrupt, handle_interrupts};
-use crate::{Arm64, boot, cpu, gic, io, memory, read_register, write_register};
+use crate::{Arm64, alternative, boot, cpu, gic, io, memory, read_register, write_register};
 use guest_entry::{GuestEntry, Lookup};
 use registers::SystemRegisters;
 use sgi::PendingSgis;
@@ -139,10 +139,10 @@ pub unsafe fn init_this_cpu() {
     // and performance monitors trap.
     unsafe {
         write_register!("vtcr_el2", vtcr::KERNEL | sizes.min(vtcr::MAX_SIZE) << vtcr::SIZE_SHIFT);
-        write_register!("vttbr_el2", no_tables());
         write_register!("vpidr_el2", identity);
         write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
     }
+    set_tables(no_tables());
     timer::stop();
     virqs::init_this_cpu();
     io::instruction_barrier();
@@ -358,8 +358,7 @@ fn prepare(
     let is_stale = !is_owner || frames.generation.get() != space.generation.get();
     if is_stale || !frames.has_tables.get() {
         let root = guest_root(kernel, space);
-        // SAFETY: tables of this VM, or an empty one.
-        unsafe { write_register!("vttbr_el2", root.unwrap_or(no_tables())) };
+        set_tables(root.unwrap_or(no_tables()));
         // Only an unmapping removes them, which changes the generation.
         frames.has_tables.set(root.is_some());
     }
@@ -376,6 +375,17 @@ fn prepare(
 fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> Option<u64> {
     let first = kernel.memory.words(space.root)[0].load(Ordering::Relaxed);
     Stage2::is_present(first).then(|| Stage2::address(first))
+}
+
+/// Sets the tables of the guest that is entered next: those of its VM, or an empty one.
+fn set_tables(physical: u64) {
+    // SAFETY: they have no effect on the kernel, nor on tasks.
+    unsafe {
+        core::arch::asm!(
+            alternative!("msr vttbr_el2, x9", "bl set_guest_tables"),
+            in("x9") physical, out("x11") _, out("x30") _, options(nostack),
+        );
+    }
 }
 
 /// Physical address of a table without entries.

@@ -1,5 +1,6 @@
 //! Systems of the native microhypervisor on AArch64.
 
+use super::checks::check_scenarios;
 use super::guests::channel;
 use super::servers::server_scenarios;
 use super::{HEAD, base, micro, task};
@@ -116,6 +117,68 @@ pub fn arm64_gicv2(is_long: bool) -> Vec<Scenario> {
         }
     };
     wanted.map(on_gicv2).collect()
+}
+
+/// Processors without VHE: QEMU's arguments.
+const A53: &[&str] = &["-cpu", "cortex-a53"];
+const A57: &[&str] = &["-cpu", "cortex-a57"];
+const A72: &[&str] = &["-cpu", "cortex-a72"];
+/// The same with a GICv2.
+const A53_GICV2: &[&str] = &["-cpu", "cortex-a53", "-M", "gic-version=2"];
+const A57_GICV2: &[&str] = &["-cpu", "cortex-a57", "-M", "gic-version=2"];
+const A72_GICV2: &[&str] = &["-cpu", "cortex-a72", "-M", "gic-version=2"];
+/// A scenario without VHE: name, name with VHE, CPUs, processor, and whether it is for long runs
+/// only.
+type WithoutVhe = (&'static str, &'static str, &'static [u32], &'static [&'static str], bool);
+const WITHOUT_VHE: [WithoutVhe; 24] = [
+    ("hello", "hello", &[1], A53, false),
+    ("hostile", "hostile", &[1], A57, false),
+    ("sgi", "sgi", &[4], A72, false),
+    ("abuse", "abuse", &[2], A72, true),
+    ("crashing-tasks", "crashing-tasks", &[1], A53, false),
+    ("quota-flood", "quota-flood", &[1], A57, false),
+    ("kernel-objects", "kernel-objects", &[4], A53, false),
+    ("hostile-beside-neighbour", "hostile-beside-neighbour", &[4], A57, false),
+    ("linux", "linux", &[1], A53, false),
+    ("linux-smp", "linux", &[4], A72, false),
+    ("restarts", "restarts", &[4], A72, true),
+    ("sgi-shared", "sgi", &[1], A53, true),
+    ("abuse-shared", "abuse", &[1], A53, true),
+    ("hostile-on-another-cpu", "hostile-on-another-cpu", &[4], A53, true),
+    ("several-guests", "several-guests", &[4], A57, true),
+    ("channel-driver", "channel-driver", &[2], A72, true),
+    ("disk-and-network", "linux-disk-and-network", &[1, 4], A72, true),
+    ("gicv2-hostile", "hostile", &[1], A57_GICV2, true),
+    ("gicv2-sgi", "sgi", &[1, 4], A72_GICV2, true),
+    ("gicv2-abuse", "abuse", &[2], A57_GICV2, true),
+    ("gicv2-linux", "linux", &[1], A72_GICV2, true),
+    ("gicv2-linux-smp", "linux", &[4], A53_GICV2, true),
+    ("gicv2-restarts", "restarts", &[4], A53_GICV2, true),
+    ("gicv2-several-guests", "several-guests", &[4], A72_GICV2, true),
+];
+
+/// Systems on processors without VHE; `is_long`: those of long runs, too.
+pub fn arm64_without_vhe(is_long: bool) -> Vec<Scenario> {
+    let all = [arm64_scenarios(), arm64_devices(), server_scenarios(), check_scenarios()].concat();
+    let with_vhe = |wanted: &str| {
+        let is_it =
+            |one: &&Scenario| one.name == wanted && one.backends.contains(&Backend::NativeArm64Vhe);
+        all.iter().find(is_it).expect("the table names scenarios").clone()
+    };
+    let wanted = WITHOUT_VHE.iter().filter(|&&(.., only_long)| is_long || !only_long);
+    let on_processor = |&(name, other, cpus, qemu, _): &WithoutVhe| {
+        let scenario = with_vhe(other);
+        assert!(scenario.machine.qemu.is_empty(), "{other} has a machine of its own");
+        Scenario {
+            name,
+            backends: &[Backend::NativeArm64NoVhe],
+            cpus,
+            machine: Machine { qemu, ..scenario.machine },
+            limit: 2 * scenario.limit,
+            ..scenario
+        }
+    };
+    wanted.map(on_processor).collect()
 }
 
 /// Disk of a guest with four vCPUs.

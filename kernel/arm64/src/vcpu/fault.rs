@@ -2,14 +2,15 @@
 
 use abi::vcpu::memory_fault;
 use hw_arm64::esr::{self, class};
-use hw_arm64::registers::{hcr, hpfar_page, par};
+use hw_arm64::registers::{hpfar_page, par};
 
-use crate::{io, read_register, write_register};
+use crate::entry::{to_guest, to_host};
+use crate::{read_register, write_register};
 
 /// Guest-physical address of the access that has faulted. `None`: the guest's translation of its
 /// address has changed.
 pub fn address(syndrome: u64) -> Option<u64> {
-    let far = read_register!("far_el1");
+    let far = read_register!("far_el2");
     let offset = far & (abi::PAGE_SIZE - 1);
     if !esr::is_permission_fault(syndrome) || syndrome & esr::WALK != 0 {
         return Some(hpfar_page(read_register!("hpfar_el2")) | offset);
@@ -19,17 +20,15 @@ pub fn address(syndrome: u64) -> Option<u64> {
     let saved = read_register!("par_el1");
     // SAFETY: translates an address as the guest does, whose registers are still loaded.
     unsafe {
-        write_register!("hcr_el2", hcr::GUEST);
-        io::instruction_barrier();
+        to_guest();
         core::arch::asm!("at s1e1r, {}", "isb", in(reg) far, options(nostack));
     }
     let result = read_register!("par_el1");
     // SAFETY: back to the values before.
     unsafe {
         write_register!("par_el1", saved);
-        write_register!("hcr_el2", hcr::HOST);
+        to_host();
     }
-    io::instruction_barrier();
     (result & par::FAILED == 0).then_some(result & par::PAGE | offset)
 }
 

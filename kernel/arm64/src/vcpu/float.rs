@@ -3,16 +3,16 @@
 //!
 //! Guests have no SVE ([`super::features`]): its registers trap.
 
-use core::arch::global_asm;
+use core::arch::{asm, global_asm};
 use core::mem::offset_of;
 
 use abi::vcpu::arm64::VcpuState;
-use hw_arm64::registers::FLOATING_POINT;
+use hw_arm64::registers::{CPTR_WITHOUT_VHE, FLOATING_POINT, NO_FLOATING_POINT};
 use kernel_core::Kernel;
 use kernel_core::object::Vcpu;
 
 use super::GuestCpu;
-use crate::{Arm64, io, write_register};
+use crate::{Arm64, alternative, io};
 
 global_asm!(
     ".arch_extension fp",
@@ -80,8 +80,21 @@ pub fn forbid() {
 
 #[inline(always)]
 fn set_permitted(is_permitted: bool) {
+    const FORBIDDEN: u64 = CPTR_WITHOUT_VHE | NO_FLOATING_POINT;
     // SAFETY: whether EL0 and EL1 have floating point, which the kernel does not use.
-    unsafe { write_register!("cpacr_el1", if is_permitted { FLOATING_POINT } else { 0 }) };
+    unsafe {
+        match is_permitted {
+            true => asm!(
+                alternative!("mov {0}, #{vhe}", "mov {0}, #{other}"), "msr cptr_el2, {0}",
+                out(reg) _, vhe = const FLOATING_POINT, other = const CPTR_WITHOUT_VHE,
+                options(nostack)
+            ),
+            false => asm!(
+                alternative!("mov {0}, #0", "mov {0}, #{other}"), "msr cptr_el2, {0}",
+                out(reg) _, other = const FORBIDDEN, options(nostack)
+            ),
+        }
+    }
 }
 
 /// Handles a guest's first use: its registers replace those in the CPU.

@@ -1,42 +1,41 @@
 //! Registers of EL1 that stay loaded in the CPU between exits: they belong to the vCPU that ran
 //! there last.
 
+use core::arch::asm;
 use core::cell::Cell;
 
 use abi::vcpu::arm64::{VcpuState, system};
 use hw_arm64::registers::{AFFINITY, MPIDR_ONE, sctlr};
 
-use crate::{read_register, write_register};
+use crate::{alternative, read_register, write_register};
 
 /// Calls a macro with each register: index in the state page, and its name at EL2. With E2H the
 /// names of EL1 are EL2's registers there, and those of EL1 have encodings of their own
-/// (Arm ARM, D8.1.5).
+/// (Arm ARM, D8.1.5); the second name is that without VHE. Two more are in [`Pair`].
 macro_rules! for_each_register {
     ($do:ident) => {
         $do! {
-            SCTLR_EL1 = "S3_5_C1_C0_0",
-            CPACR_EL1 = "S3_5_C1_C0_2",
-            TTBR0_EL1 = "S3_5_C2_C0_0",
-            TTBR1_EL1 = "S3_5_C2_C0_1",
-            TCR_EL1 = "S3_5_C2_C0_2",
-            MAIR_EL1 = "S3_5_C10_C2_0",
-            AMAIR_EL1 = "S3_5_C10_C3_0",
-            VBAR_EL1 = "S3_5_C12_C0_0",
-            ESR_EL1 = "S3_5_C5_C2_0",
-            FAR_EL1 = "S3_5_C6_C0_0",
-            AFSR0_EL1 = "S3_5_C5_C1_0",
-            AFSR1_EL1 = "S3_5_C5_C1_1",
-            ELR_EL1 = "S3_5_C4_C0_1",
-            SPSR_EL1 = "S3_5_C4_C0_0",
+            CPACR_EL1 = "S3_5_C1_C0_2" "cpacr_el1",
+            TTBR0_EL1 = "S3_5_C2_C0_0" "ttbr0_el1",
+            TTBR1_EL1 = "S3_5_C2_C0_1" "ttbr1_el1",
+            TCR_EL1 = "S3_5_C2_C0_2" "tcr_el1",
+            MAIR_EL1 = "S3_5_C10_C2_0" "mair_el1",
+            AMAIR_EL1 = "S3_5_C10_C3_0" "amair_el1",
+            VBAR_EL1 = "S3_5_C12_C0_0" "vbar_el1",
+            ESR_EL1 = "S3_5_C5_C2_0" "esr_el1",
+            FAR_EL1 = "S3_5_C6_C0_0" "far_el1",
+            AFSR0_EL1 = "S3_5_C5_C1_0" "afsr0_el1",
+            AFSR1_EL1 = "S3_5_C5_C1_1" "afsr1_el1",
+            ELR_EL1 = "S3_5_C4_C0_1" "elr_el1",
+            SPSR_EL1 = "S3_5_C4_C0_0" "spsr_el1",
             SP_EL1 = "sp_el1",
             TPIDR_EL1 = "tpidr_el1",
-            CONTEXTIDR_EL1 = "S3_5_C13_C0_1",
+            CONTEXTIDR_EL1 = "S3_5_C13_C0_1" "contextidr_el1",
             PAR_EL1 = "par_el1",
             CSSELR_EL1 = "csselr_el1",
-            CNTKCTL_EL1 = "S3_5_C14_C1_0",
-            CNTV_CVAL_EL0 = "S3_5_C14_C3_2",
+            CNTV_CVAL_EL0 = "S3_5_C14_C3_2" "cntv_cval_el0",
             // Last, so that the timer starts with the other values.
-            CNTV_CTL_EL0 = "S3_5_C14_C3_1",
+            CNTV_CTL_EL0 = "S3_5_C14_C3_1" "cntv_ctl_el0",
         }
     };
 }
@@ -69,20 +68,23 @@ impl SystemRegisters {
     /// Saves the registers of this CPU, whose owner the vCPU is.
     pub fn save(&self) {
         macro_rules! save {
-            ($($index:ident = $name:literal,)+) => {
-                $(self.saved[system::$index].set(read_register!($name));)+
+            ($($index:ident = $($name:literal)+,)+) => {
+                $(self.saved[system::$index].set(read_register!($($name),+));)+
             };
         }
         for_each_register!(save);
+        let Pair { sctlr, cntkctl } = Pair::read();
+        self.saved[system::SCTLR_EL1].set(sctlr);
+        self.saved[system::CNTKCTL_EL1].set(cntkctl);
     }
 
     /// Loads them. The next entry of the guest synchronises them.
     pub fn load(&self) {
         macro_rules! load {
-            ($($index:ident = $name:literal,)+) => {
+            ($($index:ident = $($name:literal)+,)+) => {
                 // SAFETY: registers of EL1, which have no effect on EL2 and on tasks; stage 2
                 // confines the translations, and the timer's interrupt is the guest's.
-                unsafe { $(write_register!($name, self.saved[system::$index].get());)+ }
+                unsafe { $(write_register!($($name,)+ self.saved[system::$index].get());)+ }
             };
         }
         super::timer::stop();
@@ -91,6 +93,8 @@ impl SystemRegisters {
             write_register!("vmpidr_el2", MPIDR_ONE | self.affinity.get());
             write_register!("cntvoff_el2", self.counter_offset.get());
         }
+        let saved = |index: usize| self.saved[index].get();
+        Pair { sctlr: saved(system::SCTLR_EL1), cntkctl: saved(system::CNTKCTL_EL1) }.write();
         for_each_register!(load);
     }
 
@@ -124,6 +128,40 @@ impl SystemRegisters {
         }
         self.affinity.set(state.affinity.get() & AFFINITY);
         self.counter_offset.set(state.counter_offset.get());
+    }
+}
+
+/// SCTLR_EL1 and CNTKCTL_EL1, on which tasks depend without VHE: they are in memory then while the
+/// guest does not run (`entry.rs`).
+struct Pair {
+    sctlr: u64,
+    cntkctl: u64,
+}
+
+impl Pair {
+    fn read() -> Self {
+        let (sctlr, cntkctl);
+        // SAFETY: reading the registers changes nothing.
+        unsafe {
+            asm!(
+                alternative!("mrs x9, S3_5_C1_C0_0", "bl get_guest_registers"),
+                alternative!("mrs x10, S3_5_C14_C1_0", "nop"),
+                out("x9") sctlr, out("x10") cntkctl, out("x11") _, out("x30") _, options(nostack),
+            );
+        }
+        Self { sctlr, cntkctl }
+    }
+
+    fn write(self) {
+        // SAFETY: registers of EL1, which have no effect on EL2 and on tasks.
+        unsafe {
+            asm!(
+                alternative!("msr S3_5_C1_C0_0, x9", "bl set_guest_registers"),
+                alternative!("msr S3_5_C14_C1_0, x10", "nop"),
+                in("x9") self.sctlr, in("x10") self.cntkctl, out("x11") _, out("x30") _,
+                options(nostack),
+            );
+        }
     }
 }
 

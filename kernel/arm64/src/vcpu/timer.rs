@@ -84,17 +84,16 @@ pub fn fired(kernel: &Kernel<Arm64>, local: &GuestCpu) {
 /// Stops the timer of this CPU.
 pub fn stop() {
     // SAFETY: the timer of guests does not interrupt any more.
-    unsafe { write_register!("S3_5_C14_C3_1", 0) };
+    unsafe { write_register!("S3_5_C14_C3_1", "cntv_ctl_el0", 0) };
     io::instruction_barrier();
 }
 
 /// Counter value at which the timer of this CPU interrupts; [`abi::FOREVER`] if it does not.
 pub fn deadline() -> u64 {
-    let control = read_register!("S3_5_C14_C3_1");
+    let control = read_register!("S3_5_C14_C3_1", "cntv_ctl_el0");
     match control & (TIMER_ENABLED | TIMER_MASKED) {
-        TIMER_ENABLED => {
-            read_register!("S3_5_C14_C3_2").wrapping_add(read_register!("cntvoff_el2"))
-        }
+        TIMER_ENABLED => read_register!("S3_5_C14_C3_2", "cntv_cval_el0")
+            .wrapping_add(read_register!("cntvoff_el2")),
         _ => abi::FOREVER,
     }
 }
