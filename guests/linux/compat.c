@@ -208,7 +208,7 @@ static void fill_address_space(void)
 		touch(at);
 		touch(at + CHUNK - 1);
 	}
-	// 1 GiB of 3 or 4 GiB may be reserved, and the old layout uses its upper part only: 1 GiB of 3.
+	// 1 GiB of 3 or 4 GiB may be reserved, and the old layout uses its upper part only.
 	check(chunks >= 56, "size of the address space");
 }
 

@@ -122,8 +122,8 @@ const STATIC: &str = "-Ctarget-feature=+crt-static";
 
 /// Programs for Linux guests, their sources and flags, static but for `-pie`: a test of the driver
 /// for channels; everything that programs ask of a kernel; what they must not get of it; random
-/// programs; a test of sockets between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
-/// host has.
+/// programs; a test of sockets between guest and host. 32-bit programs are made without a library,
+/// whose 32-bit kind not every host has.
 const LINUX_PROGRAMS: [(&str, &str, &[&str]); 14] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-check-com-arm64", "check_com.c", &["-pthread"]),

@@ -1,5 +1,5 @@
-//! Containers of podman on a Debian with systemd and cgroups of version 2, which is emulated: root's
-//! and those of an ordinary user, each in a scope that systemd makes.
+//! Containers of podman on an emulated Debian with systemd and cgroups of version 2: those of root
+//! and of an ordinary user, each in a scope that systemd makes.
 
 use crate::system::{ONE_THREAD, qemu, target};
 use crate::tools::{Debian, output, package};
@@ -85,36 +85,31 @@ fn disk(debian: &Debian, folder: &Path) -> Result<PathBuf> {
 fn newest(folder: &Path, prefix: &str) -> Result<PathBuf> {
     let entries = fs::read_dir(folder).context("cannot list the kernels")?;
     let mut found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
-    found.retain(|path| path.file_name().is_some_and(|it| it.to_string_lossy().starts_with(prefix)));
+    found
+        .retain(|path| path.file_name().is_some_and(|it| it.to_string_lossy().starts_with(prefix)));
     found.sort();
     found.pop().with_context(|| format!("no {prefix} in {}", folder.display()))
 }
 
 fn check(console: &str) -> Result<()> {
     let missing = |text: &str| format!("`{text}` is missing:\n{console}");
-    for who in ["user", "root"] {
-        let lines = [
-            "cgroups systemd v2",
-            "code 7",
-            "exec",
-            "removed 0",
-            "nothing is left",
-        ];
-        for line in lines.map(|line| format!("{who}: {line}")) {
+    for caller in ["user", "root"] {
+        let lines = ["cgroups systemd v2", "code 7", "exec", "removed 0", "nothing is left"];
+        for line in lines.map(|line| format!("{caller}: {line}")) {
             ensure!(console.contains(&line), missing(&line));
         }
         let value = |name: &str| {
-            let begin = format!("{who}: {name} ");
+            let begin = format!("{caller}: {name} ");
             let found = console.lines().find_map(|line| line.strip_prefix(&begin));
             found.with_context(|| missing(&begin))
         };
         let cgroup = value("cgroup")?;
-        ensure!(cgroup.contains("/libpod-") && cgroup.ends_with(".scope"), "{who}: {cgroup}");
+        ensure!(cgroup.contains("/libpod-") && cgroup.ends_with(".scope"), "{caller}: {cgroup}");
         // That of the container and that of the VM besides.
         let memory: u64 = value("memory")?.parse().context("no limit of memory")?;
-        ensure!(memory >= 512 << 20, "{who}: {memory} bytes");
+        ensure!(memory >= 512 << 20, "{caller}: {memory} bytes");
         for name in ["known", "kept"] {
-            ensure!(value(name)? == memory.to_string(), "{who}: {name} {}", value(name)?);
+            ensure!(value(name)? == memory.to_string(), "{caller}: {name} {}", value(name)?);
         }
     }
     match ["in a VM", "no scopes", "the end"].iter().find(|text| !console.contains(**text)) {
