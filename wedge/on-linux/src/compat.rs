@@ -55,7 +55,7 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory, changes: u64) {
     }
     let is_stale = process().thread_local.get().changes != changes || has_selectors(cpu);
     let recorded = [ES, DS, FS, GS].map(|register| cpu.segments[register].selector);
-    if !is_stale && recorded == selectors() {
+    if !is_stale && recorded.map(host_selector) == selectors() {
         return;
     }
     let (fs_base, gs_base) = bases();
@@ -83,16 +83,20 @@ fn set_descriptors(wanted: [u64; TLS_COUNT], changes: u64) {
     process().thread_local.set(host);
 }
 
-/// Loads `ES`, `DS`, `FS`, `GS`, with 0 in place of selectors that the host does not have.
-fn load_selectors(wanted: [u16; 4]) {
+/// Returns the selector that the host's register has in place of one of the guest's: 0 if the host
+/// has no such descriptor, as for those of the guest kernel.
+fn host_selector(selector: u16) -> u16 {
     let host = process().thread_local.get();
+    let index = (selector | 3).wrapping_sub(FIRST) / 8;
+    let is_thread_local = host.usable.get(usize::from(index)).is_some_and(|&usable| usable);
+    let flat = [3, DATA, CODE_32.into(), CODE_64.into()];
+    if flat.contains(&(selector | 3)) || is_thread_local { selector } else { 0 }
+}
+
+/// Loads `ES`, `DS`, `FS`, `GS`.
+fn load_selectors(wanted: [u16; 4]) {
     let found = selectors();
-    let [es, ds, fs, gs] = wanted.map(|selector| {
-        let index = (selector | 3).wrapping_sub(FIRST) / 8;
-        let is_thread_local = host.usable.get(usize::from(index)).is_some_and(|&usable| usable);
-        let flat = [3, DATA, CODE_32.into(), CODE_64.into()];
-        if flat.contains(&(selector | 3)) || is_thread_local { selector } else { 0 }
-    });
+    let [es, ds, fs, gs] = wanted.map(host_selector);
     // SAFETY: the host has these descriptors; the wedge uses none of the registers.
     unsafe {
         if es != found[0] {
@@ -142,10 +146,13 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
     thread_area((FIRST >> 3) as u32 + index as u32, descriptor)
 }
 
-/// Takes over the selectors of the guest after it has stopped.
+/// Takes over the selectors of the guest after it has stopped. One that the host does not have
+/// stays until the guest loads another.
 pub fn save_selectors(cpu: &mut VirtualCpu, found: [u16; 4]) {
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
-        cpu.sync_data_segment(register, selector);
+        if selector != host_selector(cpu.segments[register].selector) {
+            cpu.sync_data_segment(register, selector);
+        }
     }
 }
 

@@ -153,8 +153,10 @@ impl Sites {
         let whole = &mut whole[..usize::from(site.padded).min(MAX_SITE)];
         cpu.read(memory, site.address, whole).map_err(|_| SiteError::Unreadable(site.address))?;
         let bytes = whole.get(..site.length.into()).ok_or(SiteError::Instruction(site.address))?;
-        if self.fast && reads_data_segment(bytes) {
-            // The host's registers have the guest's selectors (`compat::load_segments`).
+        let is_module = (layout::MODULES..layout::MODULES_END).contains(&site.address);
+        if self.fast && !is_module && reads_data_segment(bytes) {
+            // The host's registers have the selectors that user mode has loaded
+            // (`compat::load_segments`), which no module reads.
             return Ok(());
         }
         if check {
