@@ -55,7 +55,9 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory, changes: u64) {
     }
     let is_stale = process().thread_local.get().changes != changes || has_selectors(cpu);
     let recorded = [ES, DS, FS, GS].map(|register| cpu.segments[register].selector);
-    if !is_stale && recorded.map(host_selector) == selectors() {
+    let found = selectors();
+    // Mostly they are equal.
+    if !is_stale && (recorded == found || recorded.map(host_selector) == found) {
         return;
     }
     let (fs_base, gs_base) = bases();
@@ -150,7 +152,8 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
 /// stays until the guest loads another.
 pub fn save_selectors(cpu: &mut VirtualCpu, found: [u16; 4]) {
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
-        if selector != host_selector(cpu.segments[register].selector) {
+        let recorded = cpu.segments[register].selector;
+        if selector != recorded && selector != host_selector(recorded) {
             cpu.sync_data_segment(register, selector);
         }
     }
