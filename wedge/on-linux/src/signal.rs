@@ -22,7 +22,7 @@ use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
 use crate::linux::signals::{
-    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, sanitize,
+    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, sanitize, set_nested_task,
 };
 use crate::mmu::frames::note_interrupted_kernel;
 use crate::mmu::syscall_patch::is_call_code;
@@ -94,12 +94,8 @@ impl InterruptedGuest {
 
 #[unsafe(naked)]
 unsafe extern "sysv64" fn restore() {
-    // rt_sigreturn(2) keeps the current NT, in place of the one of the context at RSP.
     naked_asm!(
-        "push qword ptr [rsp + {flags}]",
-        "and qword ptr [rsp], {nested}",
-        "or qword ptr [rsp], 2",
-        "popfq",
+        set_nested_task!(),
         "mov eax, {sigreturn}",
         "syscall",
         flags = const offset_of!(Context, rflags),

@@ -13,7 +13,7 @@ use proto::hosted::{Filters, layout};
 use wedge_core::cpu::rflags;
 
 use crate::isolation::mailbox::{Mapper, REQUEST, RESPONSE, Request, Response, STACK, mailbox};
-use crate::linux::signals::{self, Context, KICK};
+use crate::linux::signals::{self, Context, KICK, set_nested_task};
 use crate::mmu::ram::PAGE;
 use crate::report::HOST;
 use crate::state::process::{ProcessState, process};
@@ -385,11 +385,7 @@ global_asm!(
     "mov rax, [{bases_now} + 8]",
     "wrgsbase rax",
     "mov rsp, [{context_now}]",
-    // rt_sigreturn(2) keeps the current NT, in place of the one of the context.
-    "push qword ptr [rsp + {flags}]",
-    "and qword ptr [rsp], {nested}",
-    "or qword ptr [rsp], 2",
-    "popfq",
+    set_nested_task!(),
     "mov eax, {sigreturn}",
     "syscall",
     "ud2",

@@ -5,6 +5,18 @@ use proto::hosted::layout;
 use wedge_core::vector;
 use wedge_x86::CODE_64;
 
+/// Assembly before rt_sigreturn(2), which keeps the current NT: takes that of the context at RSP.
+/// Operands: `flags`, the offset of its flags, and `nested`, the bit.
+macro_rules! set_nested_task {
+    () => {
+        "push qword ptr [rsp + {flags}]
+        and qword ptr [rsp], {nested}
+        or qword ptr [rsp], 2
+        popfq"
+    };
+}
+pub(crate) use set_nested_task;
+
 /// Signal by which the device process notifies a guest process of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
 /// Signal of a vCPU's timer.
