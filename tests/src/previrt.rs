@@ -345,6 +345,7 @@ pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
         name: "linux-previrtualized",
         backends: &[],
         cpus: &[],
+        long_cpus: &[],
         system: format!(
             "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\nfiles = [{files}]\n\
              [[vm]]\nname = \"linux\"\nmemory = \"256M\"\nkernel = {:?}\ninitrd = \"busybox\"\n\

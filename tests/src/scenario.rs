@@ -83,6 +83,8 @@ pub struct Scenario {
     pub backends: &'static [Backend],
     /// Numbers of host CPUs with which it must hold.
     pub cpus: &'static [u32],
+    /// Further numbers, of long runs.
+    pub long_cpus: &'static [u32],
     /// System description in TOML; `{artifacts}` stands for the folder of programs, `{cpus}` for
     /// the number of host CPUs, `{board}` for the board that QEMU emulates for the back end,
     /// `{serial}` for the name of a guest's serial port in Linux.
@@ -200,6 +202,7 @@ mod tests {
             name: "a",
             backends: &[],
             cpus: &[],
+            long_cpus: &[],
             system: system.to_owned(),
             machine: Machine::default(),
             steps: steps.to_vec(),

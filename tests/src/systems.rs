@@ -34,6 +34,7 @@ pub fn base(name: &'static str, system: String) -> Scenario {
         name,
         backends: EVERY_BACKEND,
         cpus: &[1],
+        long_cpus: &[],
         system: format!("{HEAD}{system}"),
         machine: Machine::default(),
         steps: Vec::new(),

@@ -155,33 +155,31 @@ const STRESS: &str = "PARADOR_STRESS_SECONDS";
 /// All tests, in the order in which they start. `seconds`: length of the load of those that have
 /// one.
 fn tests(seconds: u32) -> Vec<Test> {
-    // The longest comes first, beside the others.
-    let mut tests: Vec<Test> = DEBIAN_CPUS
-        .iter()
-        .map(|&cpus| {
-            let name = format!("{}/debian/{cpus}-cpu", Backend::NativeX86Npt);
-            Test::new(name, Class::SmpOrKill, move || debian::run(cpus, "")).with_qemu_threads(cpus)
-        })
-        .collect();
+    let is_long = seconds > STRESS_SECONDS;
     // The kernel is built here if need be; the tests that boot it come last.
-    tests.push(Test::new("previrt/verify", Class::Other, previrt::verify));
+    let mut tests = vec![Test::new("previrt/verify", Class::Other, previrt::verify)];
     tests.push(Test::new("afterburn/small-kernel", Class::Other, afterburn::small_kernel));
     for &(name, description, code, message) in REFUSALS {
         let body = move || refusal(description, code, message);
         tests.push(Test::new(format!("refuses/{name}"), Class::Other, body));
     }
-    if seconds > STRESS_SECONDS {
+    if is_long {
         let name = format!("{}/linux-686-pae/1-cpu", Backend::NativeX86Vtlb);
         tests.push(Test::new(name, Class::Other, pae::run));
         for cpus in DEBIAN_CPUS {
-            let name = format!("{}/debian/{cpus}-cpu", Backend::NativeX86Vtlb);
-            let body = move || debian::run(cpus, vtlb::KEY);
-            tests.push(Test::new(name, Class::SmpOrKill, body).with_qemu_threads(cpus));
+            for (backend, vtlb) in
+                [(Backend::NativeX86Npt, ""), (Backend::NativeX86Vtlb, vtlb::KEY)]
+            {
+                let name = format!("{backend}/debian/{cpus}-cpu");
+                let body = move || debian::run(cpus, vtlb);
+                tests.push(Test::new(name, Class::SmpOrKill, body).with_qemu_threads(cpus));
+            }
         }
     }
-    for scenario in scenarios(seconds > STRESS_SECONDS) {
+    for scenario in scenarios(is_long) {
+        let more = if is_long { scenario.long_cpus } else { &[] };
         for &backend in scenario.backends {
-            for &cpus in scenario.cpus {
+            for &cpus in scenario.cpus.iter().chain(more) {
                 let name = format!("{backend}/{}/{cpus}-cpu", scenario.name);
                 let (class, scenario) = (scenario.class(cpus), scenario.clone());
                 let test = Test::new(name, class, move || scenario.run(backend, cpus));

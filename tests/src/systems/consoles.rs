@@ -20,7 +20,8 @@ pub fn console_scenarios() -> Vec<Scenario> {
         .collect();
     vec![
         Scenario {
-            cpus: &[1, 4],
+            cpus: &[4],
+            long_cpus: &[1],
             steps: vec![
                 Step::Console("steward> "),
                 Step::Type("li\t\r"),
@@ -191,7 +192,8 @@ pub fn console_scenarios() -> Vec<Scenario> {
             // Lines of all are shown, and one writes without end. QEMU's port is as fast as the
             // server, so the line itself is never short here; the tests of the multiplexer have one
             // that is.
-            cpus: &[1, 2],
+            cpus: &[2],
+            long_cpus: &[1],
             steps: vec![
                 Step::Console("steward> "),
                 Step::Type("\x1da"),
@@ -221,7 +223,8 @@ pub fn console_scenarios() -> Vec<Scenario> {
             ..base("cycles", cycles + &brief)
         },
         Scenario {
-            cpus: &[1, 4],
+            cpus: &[4],
+            long_cpus: &[1],
             // A million exits: in parallel threads QEMU now and then writes the host's state over a
             // guest's at an exit (docs/CAVEATS.md), and a busy host takes longer than any limit.
             machine: Machine { counted: true, ..Machine::default() },

@@ -411,14 +411,16 @@ pub fn channel_scenarios() -> Vec<Scenario> {
             })
         },
         Scenario {
-            cpus: &[1, 2],
+            cpus: &[2],
+            long_cpus: &[1],
             texts: vec![ended("first"), ended("second")],
             never: &["FAILED", "Oops", "BUG: ", "WARNING: CPU", "general protection"],
             limit: 240,
             ..base("linux-channel-driver", linux_pair)
         },
         Scenario {
-            cpus: &[1, 2],
+            cpus: &[2],
+            long_cpus: &[1],
             texts: vec!["heard: one".into(), "heard: two".into()],
             never: &["Oops", "BUG: ", "general protection", "cannot start"],
             limit: 240,
