@@ -20,6 +20,7 @@ mod worker;
 pub use confine::{SetupError, describe};
 pub use footprint::release_memory;
 pub use image::{Base, ImageConfig, serve_image};
-pub use share::{Share, serve_share};
+pub use ninep::Share;
+pub use share::serve_share;
 pub use vsock::{Vsock, serve_vsock};
 pub use worker::{GuestQueue, READY, Worker};

@@ -40,7 +40,15 @@ use message::{Answer, Devices, Fields};
 pub use message::{error, tag};
 use xattr::Attribute;
 
-use crate::share::Share;
+/// Configuration of a shared directory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Share {
+    /// Read-only.
+    pub read_only: bool,
+    /// The guest creates and changes files of any owner, with all bits of their modes, and device
+    /// nodes. The process must have root's capabilities.
+    pub owners: bool,
+}
 
 /// Longest message in bytes: 1 MiB of data and their header.
 pub const MAX_MESSAGE: usize = (1 << 20) + 24;

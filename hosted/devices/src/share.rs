@@ -9,23 +9,13 @@ use proto::hosted::{counters, layout};
 use proto::requests::status;
 
 use crate::confine::{FileAccess, SetupError, confine};
-use crate::ninep::{HEAD, MAX_MESSAGE, NinepServer, error, kind, tag};
+use crate::ninep::{HEAD, MAX_MESSAGE, NinepServer, Share, error, kind, tag};
 use crate::worker::{AnswerOrder, Executed, GuestQueue, Serve, TakenRequest, Worker, split};
 
 /// Messages served in parallel; further ones wait while all of them wait for the host.
 const THREADS: usize = 8;
 
-/// Configuration of a shared directory; its descriptor is [`layout::DISKS_FD`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Share {
-    /// Read-only.
-    pub read_only: bool,
-    /// The guest creates and changes files of any owner, with all bits of their modes, and device
-    /// nodes. The process must have root's capabilities.
-    pub owners: bool,
-}
-
-/// Serves a shared directory until `end`.
+/// Serves a shared directory until `end`; its descriptor is [`layout::DISKS_FD`].
 ///
 /// # Errors
 /// The process cannot be set up.

@@ -124,8 +124,7 @@ impl Validator<'_> {
         let consoles = self.consoles(&vm, &task);
         let servers = self.servers(server, &consoles, system.log, machine);
         let mut names = Names::new("task or virtual machine");
-        let console = servers.iter().position(|server| server.device == Some(ServerDevice::Com1));
-        let console = console.map(|index| index as u8);
+        let console = console_server(&servers);
         let tasks = task.into_iter().map(|task| self.task(task.into_inner(), &mut names, console));
         let tasks: Vec<ResolvedTask> = tasks.collect();
         // VMs created from a template share CPUs with other VMs.
@@ -151,8 +150,7 @@ impl Validator<'_> {
             source,
         };
         self.promises(&resolved);
-        let files = resolved.visible_files();
-        resolved.file_problems(&files, &mut self.problems);
+        resolved.file_problems(&resolved.visible_files(), &mut self.problems);
         resolved
     }
 
@@ -349,6 +347,12 @@ impl Validator<'_> {
     fn cpu_time(&mut self, given: Option<&Budget>) -> Option<compiled::CpuTime> {
         given?.check(&mut self.problems)
     }
+}
+
+/// Returns the index of the server that has the first serial line.
+fn console_server(servers: &[ResolvedServer]) -> Option<u8> {
+    let found = servers.iter().position(|server| server.device == Some(ServerDevice::Com1));
+    found.map(|index| index as u8)
 }
 
 /// Returns the memory of the machine, and its place in the description.

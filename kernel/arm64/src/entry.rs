@@ -8,6 +8,8 @@
 //! before that, in assembly: the hypercall of the version, the interrupt of the guest's timer, and
 //! the wait for it.
 
+mod handlers;
+
 use core::arch::global_asm;
 use core::mem::offset_of;
 
@@ -17,13 +19,10 @@ use hw_arm64::esr::{self, class};
 use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
 use hw_arm64::paging::entry;
 use hw_arm64::registers::{CNTHCTL_HOST, CNTKCTL_TASKS, hcr, sctlr};
-use kernel_core::Kernel;
-use kernel_core::arch::Context as _;
-use kernel_run::{exit, lock};
 
 use crate::context::{ThreadContext, UserRegisters};
 use crate::vcpu::virqs;
-use crate::{Arm64, alternative, cpu, memory, read_register, run};
+use crate::{alternative, cpu, memory, run};
 
 global_asm!(
     ".macro save_registers stack",
@@ -365,11 +364,11 @@ global_asm!(
     kernel_stack = const cpu::KERNEL_STACK_TOP,
     bug_stack = const cpu::BUG_STACK_TOP,
     call = const class::SUPERVISOR_CALL,
-    bug_handler = sym kernel_exception,
-    system_call = sym system_call_handler,
-    interrupt = sym interrupt_handler,
-    exception = sym exception_handler,
-    exception_without_vhe = sym exception_handler_without_vhe,
+    bug_handler = sym handlers::kernel_exception,
+    system_call = sym handlers::system_call_handler,
+    interrupt = sym handlers::interrupt_handler,
+    exception = sym handlers::exception_handler,
+    exception_without_vhe = sym handlers::exception_handler_without_vhe,
     tables_of_task = const cpu::TASK_TABLES,
     tables_of_guest = const cpu::GUEST_TABLES,
     registers_of_guest = const cpu::GUEST_REGISTERS,
@@ -464,59 +463,6 @@ pub unsafe fn leave_to(context: *const ThreadContext) -> ! {
     unsafe { leave_kernel(context) }
 }
 
-/// Handles a system call.
-extern "C" fn system_call_handler() -> ! {
-    let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    let caller = kernel.cpus[cpu_index].current.get();
-    let next = caller
-        .and_then(|handle| Some((handle, kernel.memory.get(handle)?)))
-        .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
-        .map(|next| exit::Next::new(&next));
-    let context = exit::leave(kernel, cpu_index, next);
-    // SAFETY: a thread's context; the next entry starts on an empty stack.
-    unsafe { leave_to(context) }
-}
-
-/// Handles interrupts in user mode.
-extern "C" fn interrupt_handler() -> *const ThreadContext {
-    let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    run::handle_interrupts(&kernel, cpu_index);
-    exit::leave(kernel, cpu_index, None)
-}
-
-/// Handles an exception in user mode that is no system call.
-extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
-    let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    report_exception(&kernel, cpu_index, syndrome, address);
-    exit::leave(kernel, cpu_index, None)
-}
-
-/// The same without VHE. A task that had no tables when it was loaded may have them now.
-extern "C" fn exception_handler_without_vhe(syndrome: u64, address: u64) -> *const ThreadContext {
-    let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    if !run::has_new_tables(&kernel, cpu_index) {
-        report_exception(&kernel, cpu_index, syndrome, address);
-    }
-    exit::leave(kernel, cpu_index, None)
-}
-
-/// Reports an exception of the current thread to its pager.
-fn report_exception(kernel: &Kernel<Arm64>, cpu_index: usize, syndrome: u64, address: u64) {
-    let current = kernel.cpus[cpu_index].current.get();
-    if let Some(handle) = current
-        && let Some(thread) = kernel.memory.get(handle)
-    {
-        let kind = esr::class(syndrome);
-        let has_address = matches!(kind, class::INSTRUCTION_ABORT | class::DATA_ABORT);
-        let address = if has_address { address } else { 0 };
-        kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
-    }
-}
-
 /// Changes the exception level below the kernel's to the guest, whose registers are loaded, for an
 /// instruction of the kernel that translates its addresses.
 ///
@@ -546,13 +492,4 @@ pub unsafe fn to_host() {
             options(nostack)
         );
     }
-}
-
-extern "C" fn kernel_exception(kind: u64, syndrome: u64, address: u64, far: u64) -> ! {
-    crate::panic::stop_if_dying();
-    let el = hw_arm64::registers::exception_level(read_register!("CurrentEL"));
-    panic!(
-        "exception by vector {kind} at EL{el}: syndrome {syndrome:#x} at {address:#x}, \
-         address {far:#x}"
-    );
 }

@@ -3,7 +3,7 @@
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_walk::Intent;
-use hw_x86::paging::{cr4, entry};
+use hw_x86::paging::{cr4, entry, fault};
 use linux_raw_sys::general as linux;
 use proto::hosted::debug::reason;
 use proto::hosted::{counter, layout, option};
@@ -34,10 +34,6 @@ use crate::state::statistics::{count, own_statistics};
 use crate::vcpu::{DebugStep, LinuxVcpu, StopAction, set_shared_range};
 use crate::{compat, debug, profile, report, xstate};
 
-/// Error code of a page fault: write access.
-const WRITE: u64 = 1 << 1;
-/// Error code of a page fault: instruction fetch.
-pub const FETCH: u64 = 1 << 4;
 /// Longest instruction in bytes.
 const LONGEST: usize = 15;
 
@@ -398,9 +394,9 @@ impl LinuxVcpu<'_> {
     }
 
     fn page_fault(&mut self, linear: u64, code: u64) -> StopAction {
-        let intent = if code & FETCH != 0 {
+        let intent = if code & fault::FETCH != 0 {
             Intent::Fetch
-        } else if code & WRITE != 0 {
+        } else if code & fault::WRITE != 0 {
             Intent::Write
         } else {
             Intent::Read
@@ -429,8 +425,10 @@ impl LinuxVcpu<'_> {
             count(counter::FAULTS);
             let user = if cpu.cpl == 3 { 4 } else { 0 };
             cpu.cr2 = linear;
-            self.event =
-                Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
+            self.event = Event::exception_code(
+                vector::PAGE_FAULT,
+                (code & (fault::WRITE | fault::FETCH)) as u32 | user,
+            );
             return StopAction::Resume;
         }
         self.fill(linear, intent)

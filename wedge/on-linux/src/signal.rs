@@ -10,6 +10,7 @@ use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use host_linux::sys::{self, Errno};
+use hw_x86::paging::fault;
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{counter, layout};
@@ -17,7 +18,6 @@ use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::Unwound;
 
-use crate::exits::FETCH;
 use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
@@ -287,7 +287,8 @@ enum Interrupted {
 /// memory without code, since the wedge only executes its own, or in code of rewritten system
 /// calls, such as an instruction that was moved to a stub. A single step continues through stubs.
 fn is_fault_of_guest(context: &Context) -> bool {
-    let is_jump = context.vector == u64::from(vector::PAGE_FAULT) && context.code & FETCH != 0;
+    let is_jump =
+        context.vector == u64::from(vector::PAGE_FAULT) && context.code & fault::FETCH != 0;
     is_jump || is_call_code(context.rip) && context.vector != DEBUG
 }
 

@@ -1,6 +1,6 @@
 //! Names in folders: creation, links, renaming and removal; and the owners of new files.
 //!
-//! With [`Share::owners`](crate::share::Share::owners) a thread creates a file while its file
+//! With [`Share::owners`](crate::ninep::Share::owners) a thread creates a file while its file
 //! system ids are those of the owner (setfsuid(2)), so the file has its owner and mode from its
 //! first moment. Creating it as root and changing its owner afterwards would need the name a second
 //! time: another program of the host that may write to the folder could put a link to a file of the

@@ -1,7 +1,7 @@
 //! Extended attributes: a fid stands for the value of one, or for the list of all names.
 //!
 //! The value is read when the fid is made, and set when it is dropped. `user.*` are data of files'
-//! owners; with [`Share::owners`](crate::share::Share::owners) also the capabilities of programs.
+//! owners; with [`Share::owners`](crate::ninep::Share::owners) also the capabilities of programs.
 //! The server names a file by its descriptor in `/proc`, which leads to the file itself, also if
 //! that is a symbolic link.
 

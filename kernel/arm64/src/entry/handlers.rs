@@ -1,0 +1,78 @@
+//! Handlers of entries to the kernel from user mode, and of exceptions in the kernel.
+//!
+//! The entry code calls each on the empty stack of its CPU, with interrupts masked.
+
+use hw_arm64::esr::{self, class};
+use kernel_core::Kernel;
+use kernel_core::arch::Context as _;
+use kernel_run::{exit, lock};
+
+use super::leave_to;
+use crate::context::ThreadContext;
+use crate::{Arm64, cpu, read_register, run};
+
+/// Handles a system call.
+pub(super) extern "C" fn system_call_handler() -> ! {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    let caller = kernel.cpus[cpu_index].current.get();
+    let next = caller
+        .and_then(|handle| Some((handle, kernel.memory.get(handle)?)))
+        .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
+        .map(|next| exit::Next::new(&next));
+    let context = exit::leave(kernel, cpu_index, next);
+    // SAFETY: a thread's context; the next entry starts on an empty stack.
+    unsafe { leave_to(context) }
+}
+
+/// Handles interrupts in user mode.
+pub(super) extern "C" fn interrupt_handler() -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    run::handle_interrupts(&kernel, cpu_index);
+    exit::leave(kernel, cpu_index, None)
+}
+
+/// Handles an exception in user mode that is no system call.
+pub(super) extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    report_exception(&kernel, cpu_index, syndrome, address);
+    exit::leave(kernel, cpu_index, None)
+}
+
+/// The same without VHE. A task that had no tables when it was loaded may have them now.
+pub(super) extern "C" fn exception_handler_without_vhe(
+    syndrome: u64,
+    address: u64,
+) -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    if !run::has_new_tables(&kernel, cpu_index) {
+        report_exception(&kernel, cpu_index, syndrome, address);
+    }
+    exit::leave(kernel, cpu_index, None)
+}
+
+/// Reports an exception of the current thread to its pager.
+fn report_exception(kernel: &Kernel<Arm64>, cpu_index: usize, syndrome: u64, address: u64) {
+    let current = kernel.cpus[cpu_index].current.get();
+    if let Some(handle) = current
+        && let Some(thread) = kernel.memory.get(handle)
+    {
+        let kind = esr::class(syndrome);
+        let has_address = matches!(kind, class::INSTRUCTION_ABORT | class::DATA_ABORT);
+        let address = if has_address { address } else { 0 };
+        kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
+    }
+}
+
+/// Stops the machine: an exception in the kernel is a bug.
+pub(super) extern "C" fn kernel_exception(kind: u64, syndrome: u64, address: u64, far: u64) -> ! {
+    crate::panic::stop_if_dying();
+    let el = hw_arm64::registers::exception_level(read_register!("CurrentEL"));
+    panic!(
+        "exception by vector {kind} at EL{el}: syndrome {syndrome:#x} at {address:#x}, \
+         address {far:#x}"
+    );
+}
