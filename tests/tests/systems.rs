@@ -49,6 +49,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("disk-full", hosted::disks::disk_full, Class::Other),
     ("ends", hosted::ends, Class::Other),
     ("balloon", hosted::memory::balloon, Class::SmpOrKill),
+    ("deferred-pages", hosted::memory::deferred, Class::Other),
     ("cpus", hosted::wedge::cpus, Class::SmpOrKill),
     ("share-slow", hosted::share::slow, Class::SmpOrKill),
     ("share-owners", hosted::share::owners, Class::Other),

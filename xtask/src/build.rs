@@ -120,73 +120,34 @@ const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Flag of the compiler for programs without shared libraries.
 const STATIC: &str = "-Ctarget-feature=+crt-static";
 
+/// Flags of a program without a library.
+const NO_LIBRARY: [&str; 4] =
+    ["-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fcf-protection=none"];
+
 /// Programs for Linux guests, their sources and flags, static but for `-pie`: a test of the driver
 /// for channels; everything that programs ask of a kernel; what they must not get of it; random
 /// programs; a test of sockets between guest and host. 32-bit programs are made without a library,
 /// whose 32-bit kind not every host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 14] = [
-    ("linux-check-com", "check_com.c", &["-pthread"]),
-    ("linux-check-com-arm64", "check_com.c", &["-pthread"]),
-    ("linux-stress", "stress.c", &["-pthread"]),
-    ("linux-attack", "attack.c", &["-pthread"]),
-    ("linux-isolation", "isolation.c", &["-pthread"]),
-    ("linux-isolation-steps", "isolation.c", &["-pthread", "-DSTEPS"]),
-    ("linux-fuzz", "fuzz.c", &["-pthread"]),
-    ("linux-vsock", "vsock.c", &["-pthread"]),
+const LINUX_PROGRAMS: [(&str, &str, &[&[&str]]); 14] = [
+    ("linux-check-com", "check_com.c", &[&["-pthread"]]),
+    ("linux-check-com-arm64", "check_com.c", &[&["-pthread"]]),
+    ("linux-stress", "stress.c", &[&["-pthread"]]),
+    ("linux-attack", "attack.c", &[&["-pthread"]]),
+    ("linux-isolation", "isolation.c", &[&["-pthread"]]),
+    ("linux-isolation-steps", "isolation.c", &[&["-pthread", "-DSTEPS"]]),
+    ("linux-fuzz", "fuzz.c", &[&["-pthread"]]),
+    ("linux-vsock", "vsock.c", &[&["-pthread"]]),
     ("linux-disk", "disk.c", &[]),
     ("linux-agent", "agent.c", &[]),
-    (
-        "linux-compat-32",
-        "compat.c",
-        &[
-            "-m32",
-            "-nostdlib",
-            "-ffreestanding",
-            "-fno-pic",
-            "-fno-stack-protector",
-            "-fcf-protection=none",
-        ],
-    ),
+    ("linux-compat-32", "compat.c", &[&["-m32", "-fno-pic"], &NO_LIBRARY]),
     // Its dynamic linker is the file itself, in the current folder.
     (
         "linux-compat-pie",
         "compat.c",
-        &[
-            "-m32",
-            "-nostdlib",
-            "-ffreestanding",
-            "-fpie",
-            "-pie",
-            "-Wl,--dynamic-linker=linux-compat-pie",
-            "-fno-stack-protector",
-            "-fcf-protection=none",
-        ],
+        &[&["-m32", "-fpie", "-pie", "-Wl,--dynamic-linker=linux-compat-pie"], &NO_LIBRARY],
     ),
-    (
-        "linux-compat-static-pie",
-        "compat.c",
-        &[
-            "-m32",
-            "-nostdlib",
-            "-ffreestanding",
-            "-fpie",
-            "-static-pie",
-            "-fno-stack-protector",
-            "-fcf-protection=none",
-        ],
-    ),
-    (
-        "linux-compat-64",
-        "compat.c",
-        &[
-            "-m64",
-            "-nostdlib",
-            "-ffreestanding",
-            "-fno-pic",
-            "-fno-stack-protector",
-            "-fcf-protection=none",
-        ],
-    ),
+    ("linux-compat-static-pie", "compat.c", &[&["-m32", "-fpie", "-static-pie"], &NO_LIBRARY]),
+    ("linux-compat-64", "compat.c", &[&["-m64", "-fno-pic"], &NO_LIBRARY]),
 ];
 
 /// Name on the command line for every group of [`GROUPS`] but the measured kernel and AArch64: all
@@ -256,6 +217,7 @@ pub fn build(arguments: &[String]) -> Result<()> {
         build_agent(&artifacts)?;
     }
     for (name, source, flags) in LINUX_PROGRAMS {
+        let flags = flags.concat();
         if selection.linux.contains(&name) {
             let is_arm64 = name.ends_with("-arm64");
             run(Command::new(if is_arm64 { "aarch64-linux-gnu-gcc" } else { "gcc" })

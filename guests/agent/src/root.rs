@@ -92,7 +92,10 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
     let new = Path::new(NEW);
     KERNEL.iter().chain(&MORE).try_for_each(|entry| mount_in(new, entry))?;
     let has_place = |entry: &&(_, &str, _, _)| new.join(entry.1.trim_start_matches('/')).is_dir();
-    TRACING.iter().filter(has_place).try_for_each(|entry| mount_in(new, entry))?;
+    // No container sees those of a pod, and their files occupy 7 MiB.
+    if !matches!(guest.root, Root::Pod { .. }) {
+        TRACING.iter().filter(has_place).try_for_each(|entry| mount_in(new, entry))?;
+    }
     enter_new_root()?;
     for (target, link) in LINKS {
         // The kernel's file system of devices is new.

@@ -23,8 +23,7 @@ const MANAGER: [&str; 3] =
 const DEFAULT_SLICE: &str = "system.slice";
 /// Cgroups of this process (cgroups(7)).
 const OWN: &str = "/proc/self/cgroup";
-/// Number of properties of a scope without limits, and of fields of each limit.
-const SCOPE_PROPERTIES: usize = 6;
+/// Number of fields of each limit.
 const FIELDS: usize = 3;
 /// A second, and the period of CPU quotas that is not stated, in microseconds.
 const SECOND: u64 = 1_000_000;
@@ -82,17 +81,17 @@ impl Scope {
     /// systemd does not run, or refuses.
     pub fn enter(&self, limits: &HostLimits) -> Result<PathBuf, Failure> {
         let pid = std::process::id().to_string();
-        #[rustfmt::skip]
-        let mut properties: Vec<String> = [
-            "Description", "s", "container of parador-oci",
-            "Slice", "s", &self.slice,
-            "PIDs", "au", "1", &pid,
-            "Delegate", "b", "true",
-            "DefaultDependencies", "b", "false",
-            "CollectMode", "s", "inactive-or-failed",
-        ].map(str::to_owned).to_vec();
+        let own: [&[&str]; 6] = [
+            &["Description", "s", "container of parador-oci"],
+            &["Slice", "s", &self.slice],
+            &["PIDs", "au", "1", &pid],
+            &["Delegate", "b", "true"],
+            &["DefaultDependencies", "b", "false"],
+            &["CollectMode", "s", "inactive-or-failed"],
+        ];
         let limits = limit_properties(limits);
-        properties.insert(0, (SCOPE_PROPERTIES + limits.len() / FIELDS).to_string());
+        let mut properties = vec![(own.len() + limits.len() / FIELDS).to_string()];
+        properties.extend(own.concat().into_iter().map(str::to_owned));
         properties.extend(limits);
         // No auxiliary units.
         properties.push("0".to_owned());

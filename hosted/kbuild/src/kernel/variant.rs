@@ -45,12 +45,14 @@ const REQUIRED: [Builtin; 17] = ours![
     "patches/required/0017-thread-descriptors.patch",
 ];
 /// In the order of application, after the required ones.
-const OPTIONAL: [Builtin; 5] = ours![
+const OPTIONAL: [Builtin; 7] = ours![
     "patches/optional/0001-switch.patch",
     "patches/optional/0002-address-spaces.patch",
     "patches/optional/0003-forks.patch",
     "patches/optional/0004-page-runs.patch",
     "patches/optional/0005-traced-places.patch",
+    "patches/optional/0006-deferred-pages.patch",
+    "patches/optional/0007-event-files.patch",
 ];
 const HEADERS: [Builtin; 10] = ours![
     "include/asm/page_64.h",
