@@ -9,12 +9,12 @@ mod channel;
 
 use answers::Peer;
 use board::{ConsoleOutput, take, wait, write};
-use channel::Channel;
+use channel::FirstChannel;
 use proto::channel::register::{DOORBELL, PEER_NAME};
 
 /// Answers for ever.
 pub extern "C" fn guest_main() {
-    let Some(channel) = Channel::find() else {
+    let Some(channel) = FirstChannel::find() else {
         line!("FAILED: there is no channel");
         return;
     };

@@ -14,7 +14,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::vcpu::HYPERCALL_DOORBELL;
 use board::v3::take;
 use board::{call, counter, frequency, is_pending, report, set_timer, wait};
-use channel::Channel;
+use channel::FirstChannel;
 use messages::{Board, Pair};
 use proto::channel::FREE_AREA;
 use proto::channel::register::NUMBER;
@@ -99,7 +99,7 @@ impl Board for Virt {
 
 /// Measures as the side of the channel that this VM has.
 pub extern "C" fn guest_main() {
-    let found = Channel::find().and_then(|channel| Some((channel, channel.rings()?)));
+    let found = FirstChannel::find().and_then(|channel| Some((channel, channel.rings()?)));
     let Some((channel, rings)) = found else {
         line!("FAILED: there is no channel");
         return;

@@ -18,11 +18,11 @@ const MEMORY: usize = 0x1000_0000;
 
 /// The channel.
 #[derive(Clone, Copy)]
-pub struct Channel {
+pub struct FirstChannel {
     slot: usize,
 }
 
-impl Channel {
+impl FirstChannel {
     /// The channel, if there is one.
     pub fn find() -> Option<Self> {
         let mut all = (0..SLOT_COUNT).map(|slot| Self { slot });
