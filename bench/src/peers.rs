@@ -85,3 +85,7 @@ pub const ARM_SELF_SGI: f64 = 2_601.0;
 pub const ARM_IPI: f64 = 4_886.0;
 pub const ARM_TIMER: f64 = 2_544.0;
 pub const ARM_TIMER_WFI: f64 = 9_472.0;
+/// KVM: first access of a guest to a page of its memory.
+pub const ARM_PAGE: f64 = 876.0;
+/// Bao, whose guests have all their memory from the start.
+pub const ARM_PAGE_BEFORE: f64 = 4.0;

@@ -1,7 +1,8 @@
 //! Micro-guest that abuses the board: floods of calls, SGIs to CPUs that do not exist, all
 //! interrupts pending at once, loops of cache maintenance by set and way, atomic and misaligned
-//! accesses to devices; a second vCPU has its page tables in device registers. It switches the VM
-//! off if everything has the results of the architecture, and resets it otherwise.
+//! accesses to devices, wrong requests for random numbers; a second vCPU has its page tables in
+//! device registers. It switches the VM off if everything has the results of the architecture, and
+//! resets it otherwise.
 #![no_std]
 #![no_main]
 
@@ -11,7 +12,8 @@ use core::arch::{asm, global_asm};
 
 use board::{
     CPU_INTERFACE, DISABLE, DISTRIBUTOR, ENABLE, GROUP, PEND, PEND_SGI, SEND, TARGETS, call,
-    counter, enable_interrupts, frequency, is_v2, private, read, send, start_other, take, write,
+    call_all, counter, enable_interrupts, frequency, is_v2, private, read, send, start_other, take,
+    write,
 };
 
 const UART: usize = 0x900_0000;
@@ -21,6 +23,10 @@ const FLOOD: u64 = 20_000;
 /// Interrupts that the board has.
 const INTERRUPTS: u64 = 96;
 const NONE: u64 = 1_020;
+/// Random numbers of the firmware (DEN 0098): version, and bits in registers of 64 bits.
+const TRNG_VERSION: u64 = 0x8400_0050;
+const TRNG_RND64: u64 = 0xc400_0053;
+const INVALID: i64 = -2;
 
 static mut STACK: [u64; 256] = [0; 256];
 
@@ -82,6 +88,7 @@ pub extern "C" fn guest_main() {
     enable_interrupts(0);
     let mut state = 1;
     calls(&mut state);
+    random_numbers();
     interrupts(&mut state);
     caches();
     devices();
@@ -110,7 +117,7 @@ fn sgi_arrives() -> bool {
 /// Firmware calls that do not exist, by both instructions.
 fn calls(state: &mut u64) {
     for _ in 0..FLOOD {
-        // Bits 8 to 15 are 0 in all functions of PSCI.
+        // Bits 8 to 15 are 0 in all functions.
         let function = random(state) & 0xffff_ffff | 0x4200;
         let result: u64;
         // SAFETY: no function has this number.
@@ -123,6 +130,19 @@ fn calls(state: &mut u64) {
         check("unknown call", result as u32 == u32::MAX);
     }
     check("calls without exceptions", exceptions() == 0);
+}
+
+/// Random numbers have as many bits as asked for, and differ.
+fn random_numbers() {
+    check("the version of random numbers", call(TRNG_VERSION, [0; 3]) == 0x1_0000);
+    let numbers = |bits| call_all(TRNG_RND64, [bits, 0, 0]);
+    let ([result, a, b, c], other) = (numbers(192), numbers(192));
+    check("random numbers", result == 0 && a != b && b != c && [0, a, b, c] != other);
+    let [result, a, b, c] = numbers(68);
+    check("random bits", result == 0 && a == 0 && b < 16 && c != 0);
+    for bits in [0, 193, u64::MAX] {
+        check("wrong number of bits", numbers(bits) == [INVALID as u64, 0, 0, 0]);
+    }
 }
 
 /// SGIs to any CPUs, and all interrupts pending at once.

@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::vcpu::HYPERCALL_VERSION;
 use board::{
-    TIMER, call, counter, enable_interrupts, frequency, is_pending, set_timer, start_other,
+    TIMER, call, counter, enable_interrupts, is_pending, report, set_timer, start_other,
     uart_flags, wait,
 };
 // The figures are those of a GICv3, without a look at the version.
@@ -26,12 +26,6 @@ const NONE: u64 = 1_023;
 static mut STACK: [u64; 1024] = [0; 1024];
 /// Counter at which the second vCPU has woken up.
 static WOKEN: AtomicU64 = AtomicU64::new(0);
-
-/// Prints the time of an event that happened `count` times in `ticks`.
-fn report(name: &str, ticks: u64, count: u64) {
-    let tenths = u128::from(ticks) * 10_000_000_000 / u128::from(frequency()) / u128::from(count);
-    line!("VB {name} {}.{} ns", tenths / 10, tenths % 10);
-}
 
 /// Measures `ROUNDS` rounds, less those of an empty loop.
 #[inline(always)]

@@ -37,6 +37,9 @@ pub const DISABLE: usize = 0x180;
 pub const PEND: usize = 0x200;
 /// GICv2: targets, a byte for each interrupt.
 pub const TARGETS: usize = 0x800;
+/// Two bits for each interrupt.
+const TRIGGERS: usize = 0xc00;
+const EDGE: u32 = 0b10;
 /// GICv2: sends an SGI.
 pub const SEND: usize = 0xf00;
 /// GICv2: makes SGIs pending, a byte for each, with a bit for each source.
@@ -54,6 +57,7 @@ const REDISTRIBUTOR: usize = 0x2_0000;
 /// Interrupt of the virtual timer.
 pub const TIMER: u64 = 27;
 const CPU_ON: u64 = 0xc400_0003;
+const SYSTEM_OFF: u64 = 0x8400_0008;
 
 /// Reads a device register.
 pub fn read(address: usize) -> u32 {
@@ -97,17 +101,23 @@ macro_rules! line {
     }};
 }
 
-/// Calls the hypervisor: number or function, and arguments; returns the result.
+/// Calls the hypervisor: number or function, and arguments; returns the first result.
 #[inline(always)]
 pub fn call(function: u64, arguments: [u64; 3]) -> u64 {
-    let [first, second, third] = arguments;
+    call_all(function, arguments)[0]
+}
+
+/// The same; returns all results.
+#[inline(always)]
+pub fn call_all(function: u64, arguments: [u64; 3]) -> [u64; 4] {
+    let [mut first, mut second, mut third] = arguments;
     let result;
     // SAFETY: SMCCC: changes x0 to x17 at most; what PSCI starts has a stack of its own.
     unsafe {
         asm!(
             "hvc #0",
             inlateout("x0") function => result,
-            inlateout("x1") first => _, inlateout("x2") second => _, inlateout("x3") third => _,
+            inlateout("x1") first, inlateout("x2") second, inlateout("x3") third,
             lateout("x4") _, lateout("x5") _, lateout("x6") _, lateout("x7") _,
             lateout("x8") _, lateout("x9") _, lateout("x10") _, lateout("x11") _,
             lateout("x12") _, lateout("x13") _, lateout("x14") _, lateout("x15") _,
@@ -115,7 +125,12 @@ pub fn call(function: u64, arguments: [u64; 3]) -> u64 {
             options(nostack),
         );
     }
-    result
+    [result, first, second, third]
+}
+
+/// Ends the VM.
+pub fn power_off() {
+    call(SYSTEM_OFF, [0; 3]);
 }
 
 /// Starts vCPU `index` in `other_main`, with this stack.
@@ -139,6 +154,12 @@ pub fn frequency() -> u64 {
     // SAFETY: reads a register.
     unsafe { asm!("mrs {}, cntfrq_el0", out(reg) value, options(nomem, nostack)) };
     value
+}
+
+/// Prints the time of an event that happened `count` times in `ticks`.
+pub fn report(name: impl fmt::Display, ticks: u64, count: u64) {
+    let tenths = u128::from(ticks) * 10_000_000_000 / u128::from(frequency()) / u128::from(count);
+    line!("VB {name} {}.{} ns", tenths / 10, tenths % 10);
 }
 
 /// The interrupt controller is a GICv2.
@@ -181,13 +202,15 @@ pub fn enable_interrupts(index: usize) {
     }
 }
 
-/// Enables a shared interrupt for the first CPU.
-pub fn enable_shared(number: usize) {
+/// Enables a shared interrupt for the first CPU, which is edge-triggered.
+pub fn enable_edge(number: usize) {
     let (word, bit) = (number / 32 * 4, 1 << (number % 32));
     if is_v2() {
         let (targets, shift) = (DISTRIBUTOR + TARGETS + number / 4 * 4, 8 * (number % 4));
         write(targets, read(targets) | 1 << shift);
     }
+    let (triggers, shift) = (DISTRIBUTOR + TRIGGERS + number / 16 * 4, 2 * (number % 16));
+    write(triggers, read(triggers) | EDGE << shift);
     write(DISTRIBUTOR + GROUP + word, u32::MAX);
     write(DISTRIBUTOR + ENABLE + word, bit);
 }

@@ -24,6 +24,7 @@ pub mod boot;
 pub mod channel;
 pub mod console;
 pub mod cpu;
+pub mod messages;
 pub mod paging;
 pub mod pci;
 pub mod port;

@@ -45,3 +45,26 @@ pub mod smccc {
     /// Returns whether there is a function.
     pub const ARCH_FEATURES: u64 = 0x8000_0001;
 }
+
+/// Interface to random numbers of the firmware (DEN 0098). Results are in `x0` to `x3`, or their
+/// halves.
+pub mod trng {
+    /// Returns the version.
+    pub const VERSION: u64 = 0x8400_0050;
+    /// Version 1.0.
+    pub const VERSION_1_0: u64 = 1 << 16;
+    /// Returns whether there is a function.
+    pub const FEATURES: u64 = 0x8400_0051;
+    /// Returns the UUID of the source, four words of 32 bits.
+    pub const GET_UUID: u64 = 0x8400_0052;
+    /// Returns up to [`max_bits`] bits, 32 in a register, the last register being the lowest.
+    pub const RND32: u64 = 0x8400_0053;
+    /// The same with 64 bits in a register.
+    pub const RND64: u64 = 0xc400_0053;
+    /// Largest number of bits, by the number of bits in a register.
+    pub const fn max_bits(register: u32) -> u32 {
+        3 * register
+    }
+    /// Result: there are no random numbers at present.
+    pub const NO_ENTROPY: i64 = -3;
+}

@@ -23,7 +23,7 @@ use vmm_vcpu::{CounterClock, MAX_VCPUS};
 pub use self::backend::{NativeVcpu, put_virqs, set_sgis};
 use crate::console::Console;
 use crate::control::CONTROL;
-use crate::devices::MAX_DEVICES;
+use crate::devices::{MAX_DEVICES, RandomSource};
 use crate::{Cell, Devices, YieldRelax};
 
 /// Guest-physical addresses where windows of channels may be: first address and length.
@@ -48,14 +48,15 @@ pub fn vm_mode(_: Option<Vtlb>) -> u64 {
 /// Wraps a vCPU that has not run yet. The kernel delivers the SGIs that it gets.
 pub fn create_vcpu<'a>(
     (vcpu, index): (Vcpu, usize),
-    _: &Vmm,
+    plan: &Vmm,
     (console, _): (&'a Console, &'a GuestMemory),
     (vm, _): (Vm, bool),
 ) -> NativeVcpu<'a> {
     if let Err(status) = vcpu.become_sgi_target(vm, index) {
         warn!("the kernel does not deliver SGIs to vCPU {index}: {status:?}");
     }
-    NativeVcpu::new(vcpu, console)
+    let random = RandomSource::new(plan, VCPU_STREAM | index as u64);
+    NativeVcpu::new(vcpu, console, random)
 }
 
 /// Version of the guest's interrupt controller.
@@ -63,6 +64,8 @@ fn gic_version(plan: &Vmm) -> Version {
     if plan.gicv2 { Version::V2 } else { Version::V3 }
 }
 
+/// Stream of the seed that the first vCPU has ([`RandomSource`]); those of others follow.
+const VCPU_STREAM: u64 = 1 << 32;
 /// Number of boots of the guest.
 static BOOTS: AtomicU64 = AtomicU64::new(0);
 

@@ -119,14 +119,16 @@ pub enum RandomSource {
 }
 
 impl RandomSource {
-    /// Stream of the seed that the entropy source has; greater ones are those of boots.
+    /// Stream of the seed that the entropy source has. Greater ones are those of boots, and of
+    /// vCPUs.
     const STREAM: u64 = 0;
 
-    fn new(plan: &Vmm) -> Option<Self> {
+    /// The processor, or a stream of root's seed; `None`: the VM has no random numbers.
+    pub fn new(plan: &Vmm, stream: u64) -> Option<Self> {
         if random::is_available() {
             return Some(Self::Processor);
         }
-        Some(Self::Generator(Generator::new(plan.seed?, Self::STREAM)))
+        Some(Self::Generator(Generator::new(plan.seed?, stream)))
     }
 }
 
@@ -186,7 +188,7 @@ pub fn open<const N: usize>(
         };
         devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    if let Some(source) = RandomSource::new(plan) {
+    if let Some(source) = RandomSource::new(plan, RandomSource::STREAM) {
         devices
             .add(Model::Entropy, HostEndpoint::Entropy(source))
             .map_err(|_| DeviceSetupError::TooMany)?;

@@ -240,6 +240,9 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
                 Step::Console(" # "),
                 Step::Type("echo machine $(uname -m) CPUs $(grep -c ^processor /proc/cpuinfo)\n"),
                 Step::Console("machine aarch64 CPUs "),
+                // Linux has found random numbers of the firmware.
+                Step::Type("mount -t sysfs none /sys; ls /sys/bus/platform/devices\n"),
+                Step::Console("smccc_trng"),
                 Step::Type("[ $(date +%s) -gt 1700000000 ] && echo the time is $((6 * 7))\n"),
                 Step::Console("the time is 42"),
                 Step::Type("time sleep 1; for i in $(seq 100); do echo; done | wc -l; poweroff\n"),

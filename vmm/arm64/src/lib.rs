@@ -1,4 +1,4 @@
-//! The AArch64 vCPU: run loop, exits, PSCI and exceptions for the guest.
+//! The AArch64 vCPU: run loop, exits, calls of firmware and exceptions for the guest.
 //!
 //! The host implements [`Arm64Vcpu`], the board [`Arm64Platform`]; [`VcpuLoop::run`] connects the
 //! two. The virtual timer is the host's: a vCPU that waits for an interrupt reports its deadline
@@ -13,6 +13,7 @@ mod exception;
 mod platform;
 mod psci;
 mod run;
+mod trng;
 mod vcpu;
 
 pub use platform::{Arm64Platform, Interrupts, StartRequest, Unknown};

@@ -1,9 +1,11 @@
-//! Calls of firmware by `HVC` or `SMC`: PSCI (DEN 0022) and the calling convention (DEN 0028).
+//! Calls of firmware by `HVC` or `SMC`: PSCI (DEN 0022), the calling convention (DEN 0028), and
+//! those of [`crate::trng`].
 
 use hw_arm64::psci::{self, smccc};
 use vmm_vcpu::Outcome;
 
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
+use crate::trng;
 use crate::vcpu::Arm64Vcpu;
 
 /// Effect of a call beside its result.
@@ -28,11 +30,11 @@ pub fn serve<V: Arm64Vcpu, P: Arm64Platform>(cpu: usize, vcpu: &mut V, bus: &mut
         bus.stopped(cpu);
         return Effect::Stop;
     }
-    let result = call(function, arguments, bus);
-    vcpu.set_general(0, result as u64);
-    // The convention lets a call change these.
-    for index in 1..4 {
-        vcpu.set_general(index, 0);
+    let results = trng::call(function, arguments[0], vcpu)
+        // The convention lets a call change the registers after the first.
+        .unwrap_or_else(|| [call(function, arguments, bus) as u64, 0, 0, 0]);
+    for (index, result) in results.into_iter().enumerate() {
+        vcpu.set_general(index, result);
     }
     Effect::None
 }

@@ -135,9 +135,8 @@ impl VcpuLoop {
                 self.deadline.passed();
                 self.service(vcpu, bus)
             }
+            // A kick may be among them: the next run begins with a look at everything.
             Exit::Recall { events } | Exit::Waited { events } if events != 0 => {
-                // A kick may be among them.
-                self.service(vcpu, bus)?;
                 Err(StopReason::Recall(events))
             }
             Exit::Recall { .. } => Ok(()),
@@ -264,4 +263,4 @@ fn extend(access: MemoryAccess, value: u64) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -134,4 +134,6 @@ pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
     fn put_virq(&mut self, virq: Virq);
     /// Sets the interrupt of the virtual timer; `None`: it stays pending.
     fn set_timer_virq(&mut self, virq: Option<Virq>);
+    /// Fills `to` with random numbers for the guest; returns `false` if the host has none.
+    fn random(&mut self, to: &mut [u8]) -> bool;
 }

@@ -100,14 +100,21 @@ impl<A: Arch> Kernel<A> {
                 return Err(Status::Busy);
             }
         }
+        // A part that is everything is not looked up again.
+        let mut whole = None;
         while *done < size {
             if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
-            *done += units(self.part(sender, delegation, *done)?.extent.order);
+            let part = self.part(sender, delegation, *done)?;
+            *done += units(part.extent.order);
+            whole = (units(part.extent.order) == size).then_some(part);
         }
         while *done < 2 * size {
-            let part = self.part(sender, delegation, *done - size)?;
+            let part = match whole.take() {
+                Some(part) => part,
+                None => self.part(sender, delegation, *done - size)?,
+            };
             if !self.map_part(delegation, space, &part, budget)? {
                 return Ok(false);
             }

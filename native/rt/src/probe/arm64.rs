@@ -2,7 +2,9 @@
 
 use core::arch::{asm, global_asm};
 
-use abi::{Op, reply_wait};
+use abi::{Op, PAGE_SIZE, reply_wait};
+
+use crate::memory::Window;
 
 /// Ways to fault that only this architecture has, with their names.
 pub const FAULTS: &[(&str, fn())] = &[
@@ -180,4 +182,32 @@ global_asm!(
     "2:",
     "b 2b",
     ".popsection",
+);
+
+/// Returns a page of this program with a guest that writes the first word of each page of a range,
+/// and the guest's entry address. The page is to be mapped in a VM, at any address. The guest takes
+/// the range's address in `x0` and the number of pages in `x1`, executes four instructions a page
+/// without memory translation, and then `HVC` for ever.
+pub fn page_writer() -> (Window, u64) {
+    unsafe extern "C" {
+        safe fn native_page_writer();
+    }
+    super::page_of(native_page_writer as *const () as u64)
+}
+
+global_asm!(
+    ".pushsection .text.native_page_writer, \"ax\", @progbits",
+    ".balign 64",
+    ".global native_page_writer",
+    "native_page_writer:",
+    "2:",
+    "str xzr, [x0]",
+    "add x0, x0, #{page}",
+    "subs x1, x1, #1",
+    "b.ne 2b",
+    "3:",
+    "hvc #0",
+    "b 3b",
+    ".popsection",
+    page = const PAGE_SIZE,
 );

@@ -8,9 +8,11 @@ use hw_arm64::registers::sctlr;
 use native_rt::{SchedContext, SharedVcpu, Vcpu, time};
 use proto::vtlb::COUNTERS;
 use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq};
+use vmm_bus::EntropySource;
 use vmm_vcpu::MemoryFault;
 
 use crate::console::Console;
+use crate::devices::RandomSource;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
@@ -24,13 +26,23 @@ pub struct NativeVcpu<'a> {
     paused_ticks: u64,
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
+    /// Random numbers for the guest.
+    random: Option<RandomSource>,
 }
 
 impl<'a> NativeVcpu<'a> {
     /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
-    pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
-        Self { vcpu, valid: 0, console, deadline: abi::FOREVER, paused_ticks: 0, halt_mode: 1 }
+    pub fn new(vcpu: Vcpu, console: &'a Console, random: Option<RandomSource>) -> Self {
+        Self {
+            vcpu,
+            valid: 0,
+            console,
+            deadline: abi::FOREVER,
+            paused_ticks: 0,
+            halt_mode: 1,
+            random,
+        }
     }
 
     /// Starts the VM with this vCPU: the board has no record of stolen time.
@@ -265,5 +277,9 @@ impl Arm64Vcpu for NativeVcpu<'_> {
 
     fn set_timer_virq(&mut self, virq: Option<Virq>) {
         self.vcpu.state().timer_virq.set(virq.map_or(0, word));
+    }
+
+    fn random(&mut self, to: &mut [u8]) -> bool {
+        self.random.as_mut().is_some_and(|source| source.fill(to))
     }
 }

@@ -15,7 +15,7 @@ const PC: u64 = 0x8000;
 const DEVICE: u64 = 0x900_0000;
 
 #[derive(Default)]
-struct ScriptVcpu {
+pub(crate) struct ScriptVcpu {
     exits: VecDeque<Exit>,
     general: [u64; 31],
     pc: u64,
@@ -23,6 +23,16 @@ struct ScriptVcpu {
     system: [u64; 5],
     virqs: Vec<Virq>,
     affinity: Option<u64>,
+    /// Random byte of the host, if it has any, and failure of its source for more than none.
+    random: Option<u8>,
+    pub(crate) fails: bool,
+}
+
+impl ScriptVcpu {
+    /// A vCPU of a host whose random numbers are all this one.
+    pub(crate) fn with_random(byte: u8) -> Self {
+        Self { random: Some(byte), ..Self::default() }
+    }
 }
 
 impl Vcpu for ScriptVcpu {
@@ -73,6 +83,10 @@ impl Arm64Vcpu for ScriptVcpu {
         self.virqs.push(virq);
     }
     fn set_timer_virq(&mut self, _: Option<Virq>) {}
+    fn random(&mut self, to: &mut [u8]) -> bool {
+        to.fill(self.random.unwrap_or_default());
+        self.random.is_some() && (to.is_empty() || !self.fails)
+    }
 }
 
 struct ScriptBus {
@@ -85,6 +99,7 @@ struct ScriptBus {
     unknown: Vec<Unknown>,
     sent: Vec<SoftwareInterrupt>,
     ended: Vec<u32>,
+    services: u32,
 }
 
 impl Platform for ScriptBus {
@@ -111,6 +126,7 @@ impl Platform for ScriptBus {
         self.end.is_some()
     }
     fn service_timers(&mut self, _: usize) -> Signals<Interrupts> {
+        self.services += 1;
         let interrupts = Interrupts { start: self.start.take(), timer: None };
         Signals { end: self.end, deadline: NEVER, interrupts }
     }
@@ -160,6 +176,7 @@ fn bus() -> ScriptBus {
         unknown: Vec::new(),
         sent: Vec::new(),
         ended: Vec::new(),
+        services: 0,
     }
 }
 
@@ -234,7 +251,7 @@ fn firmware_calls() {
         (psci::AFFINITY_INFO, 1, 1),
         (psci::FEATURES, psci::CPU_ON, psci::SUCCESS),
         (psci::FEATURES, 0x8400_0099, psci::NOT_SUPPORTED),
-        (0x8400_0050, 0, psci::NOT_SUPPORTED),
+        (psci::trng::VERSION, 0, psci::NOT_SUPPORTED),
     ] {
         let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
         bus.start = Some(StartRequest { entry: PC, argument: call });
@@ -242,7 +259,12 @@ fn firmware_calls() {
         assert_eq!(run(&mut vcpu, &mut bus, &[Exit::Hypercall]), STOPPED);
         assert_eq!(vcpu.general[0] as i64, result, "{call:#x}");
     }
-    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    let (mut vcpu, mut bus) = (ScriptVcpu::with_random(0xa5), self::bus());
+    bus.start = Some(StartRequest { entry: PC, argument: psci::trng::RND64 });
+    vcpu.general[1] = 72;
+    assert_eq!(run(&mut vcpu, &mut bus, &[Exit::Hypercall]), STOPPED);
+    assert_eq!(vcpu.general[..4], [0, 0, 0xa5, 0xa5a5_a5a5_a5a5_a5a5], "with all its results");
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), self::bus());
     bus.start = Some(StartRequest { entry: PC, argument: psci::SYSTEM_OFF });
     let end = StopReason::End(Outcome::PowerOff);
     assert_eq!(run(&mut vcpu, &mut bus, &[Exit::SecureCall]), end);
@@ -257,4 +279,5 @@ fn interrupts_are_put_while_there_is_room() {
     assert_eq!(run(&mut vcpu, &mut bus, &exits), StopReason::Recall(4));
     assert_eq!((vcpu.virqs.len(), bus.waiting.len()), (2, 1));
     assert_eq!(bus.ended, [35]);
+    assert_eq!(bus.services, 1, "the host continues the vCPU with a look at all events");
 }
