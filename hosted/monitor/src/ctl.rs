@@ -3,6 +3,7 @@
 use crate::client::ControlClient;
 use crate::config::name::VmName;
 use crate::runtime::RuntimeFolder;
+use crate::statistics::latency::LatencyHistogram;
 use crate::verb::Verb;
 use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -41,12 +42,15 @@ impl Options {
     }
 }
 
+fn runtime() -> Result<Runtime, Failure> {
+    let runtime = Builder::new_current_thread().enable_io().enable_time().build();
+    runtime.os_error("wait for answers")
+}
+
 /// Sends the request, prints the response and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
-    let runtime = Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.os_error("wait for answers")?;
     let socket = options.socket()?;
-    let client = Requests { runtime, client: ControlClient { socket: &socket } };
+    let client = Requests { runtime: runtime()?, client: ControlClient { socket: &socket } };
     match options.verb {
         Verb::Status => client.show("/v1/vm"),
         Verb::Stats => client.show("/v1/vm/stats"),
@@ -163,7 +167,35 @@ fn table(now: &Value, former: Option<&Value>) -> String {
             text += &row(number(total), rate, &name.replace('_', " "));
         }
     }
-    text
+    text + &times(now, former)
+}
+
+/// Formats the 99th percentiles of the requests' times in microseconds, rounded up to the bounds of
+/// the buckets: since the start, and in the last second. Operations without requests are left out.
+fn times(now: &Value, former: Option<&Value>) -> String {
+    let mut text = String::new();
+    for (part, name, ops) in [
+        ("disks", "name", &["read", "write", "flush", "discard"][..]),
+        ("nets", "name", &["transmit"]),
+        ("shares", "tag", &["read", "write", "other"]),
+    ] {
+        for (index, device) in now[part].as_array().into_iter().flatten().enumerate() {
+            for op in ops {
+                let of = |value: &Value| -> LatencyHistogram {
+                    let histogram = &value[part][index][op]["histogram"];
+                    serde_json::from_value(histogram.clone()).unwrap_or_default()
+                };
+                let all = of(now);
+                let Some(time) = all.percentile_99() else { continue };
+                let latest = former.and_then(|former| all.since(&of(former)).percentile_99());
+                let latest =
+                    latest.map_or_else(|| "-".to_owned(), |time| (time / 1000).to_string());
+                let device = device[name].as_str().unwrap_or("?");
+                text += &format!("{:>12} {latest:>12}  {device} {op} p99 us\n", time / 1000);
+            }
+        }
+    }
+    if text.is_empty() { text } else { format!("{:>12} {:>12}\n{text}", "all", "last second") }
 }
 
 #[cfg(test)]
@@ -177,7 +209,10 @@ mod tests {
             json!({
                 "state": "running", "uptime_ms": uptime, "processes": 4, "user_ms": uptime / 2, "system_ms": 0,
                 "memory_bytes": 1 << 30, "memory_used_bytes": 64 << 20,
-                "disks": [{ "name": "disk0", "read": { "bytes": 7 }, "write": { "bytes": calls } }],
+                "disks": [{
+                    "name": "disk0", "read": { "bytes": 7 },
+                    "write": { "bytes": calls, "histogram": [calls, 3] },
+                }],
                 "wedge": { "counters": { "calls_by_signal": calls }, "sites": {} },
             })
         };
@@ -187,7 +222,9 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("         250          200  disk0 write bytes\n"), "{text}");
-        assert!(text.ends_with("         250          200  calls by signal\n"), "{text}");
+        assert!(text.contains("         250          200  calls by signal\n"), "{text}");
+        assert!(text.ends_with("           8            4  disk0 write p99 us\n"), "{text}");
+        assert!(!text.contains("read p99"), "no request: {text}");
         assert!(table(&at(1, 1), None).contains("CPU 0%"));
         // A restarted VM.
         assert!(table(&at(10, 1), Some(&at(2000, 50))).contains("CPU 0%"));

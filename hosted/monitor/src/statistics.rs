@@ -5,6 +5,7 @@
 
 pub mod devices;
 pub mod guest_memory;
+pub mod latency;
 pub mod prometheus;
 pub mod vcpus;
 
@@ -206,6 +207,7 @@ pub mod testing {
     //! Statistics for tests.
 
     use super::devices::{FrameStatistics, Requests};
+    use super::latency::LatencyHistogram;
     use super::*;
 
     /// Returns statistics of a running VM with two vCPUs, two disks, a network and a shared
@@ -215,7 +217,8 @@ pub mod testing {
         let frames =
             |frames, bytes| FrameStatistics { frames, bytes, ..FrameStatistics::default() };
         let none = Requests::default();
-        let read = Requests { time_ns: 1_500_000_000, max_ns: 700, ..requests(2, 4096) };
+        let histogram = LatencyHistogram::from(vec![1, 0, 1]);
+        let read = Requests { time_ns: 1_500_000_000, max_ns: 700, histogram, ..requests(2, 4096) };
         let flush = Requests { failed: 1, ..requests(1, 0) };
         let (write, name) = (requests(1, 512), "a\"\\".to_owned());
         let other = DiskStatistics { name, read: none, write, flush: none, discard: none };
