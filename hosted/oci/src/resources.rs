@@ -145,7 +145,8 @@ fn connect(
         }
     }
     let mut vm = AgentVm::attach(state.vm_folder.clone());
-    let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new())?;
+    let limit = bundle::agent_timeout(&state.annotations)?;
+    let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new(limit))?;
     let control = control.ok_or_else(|| refuse("the VM does not answer"))?;
     Ok((vm, control))
 }
