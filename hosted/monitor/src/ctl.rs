@@ -8,9 +8,10 @@ use crate::verb::Verb;
 use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
+use hosted_command::value::Size;
 use serde_json::Value;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
@@ -42,9 +43,23 @@ impl Options {
     }
 }
 
+/// Returns path and query that set the balloon's target size in bytes, which are whole pages.
+fn balloon_path(bytes: u64) -> String {
+    format!("/v1/vm/balloon?size={}", Size(bytes).text())
+}
+
 fn runtime() -> Result<Runtime, Failure> {
     let runtime = Builder::new_current_thread().enable_io().enable_time().build();
     runtime.os_error("wait for answers")
+}
+
+/// Sets the target size of the balloon of the VM with this control socket, in bytes of whole pages.
+///
+/// # Errors
+/// No VM serves the socket (66), or it refuses.
+pub fn set_balloon(socket: &Path, bytes: u64) -> Result<(), Failure> {
+    let client = ControlClient { socket };
+    runtime()?.block_on(client.ask("PUT", &balloon_path(bytes))).map(drop)
 }
 
 /// Sends the request, prints the response and returns the exit code.
@@ -60,6 +75,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Verb::Pause => client.put("/v1/vm/pause"),
         Verb::Resume => client.put("/v1/vm/resume"),
         Verb::Reset => client.put("/v1/vm/reset"),
+        Verb::Balloon { size } => client.put(&balloon_path(size.0)),
         Verb::Shutdown { force: false } => client.put("/v1/vm/shutdown"),
         Verb::Shutdown { force: true } => client.put("/v1/vm/shutdown?force"),
         Verb::Top { count } => client.top(count),

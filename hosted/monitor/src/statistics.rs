@@ -58,6 +58,8 @@ pub struct Statistics {
     pub memory_bytes: u64,
     /// Guest memory that the host has allocated, in bytes.
     pub memory_used_bytes: u64,
+    /// Target size of the balloon in bytes; `None`: the VM has no balloon.
+    pub balloon_bytes: Option<u64>,
     /// Guest's own statistics of its memory; `None`: its kernel has no balloon driver.
     pub guest_memory: Option<GuestMemory>,
     /// Times of the vCPUs since the last start.
@@ -240,6 +242,7 @@ pub mod testing {
             steal_ms: 0,
             memory_bytes: 1 << 30,
             memory_used_bytes: 64 << 20,
+            balloon_bytes: Some(4096),
             guest_memory: Some(GuestMemory {
                 age_ms: 0,
                 total_bytes: Some(1 << 29),

@@ -47,7 +47,7 @@ const PERIOD: u64 = 100_000;
 const DEVICES: [(i64, i64); 9] =
     [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 1), (5, 2)];
 /// Least memory of a VM, and what a guest needs besides its containers.
-const LEAST: Size = Size(64 << 20);
+pub const LEAST: Size = Size(64 << 20);
 
 /// Configuration of a container, checked.
 #[derive(Debug)]
@@ -69,6 +69,8 @@ pub struct Bundle {
     /// Size of its own VM.
     pub memory: Size,
     pub cpus: u8,
+    /// Limit of memory in bytes, for a sandbox the sum of its containers'; `None`: none.
+    pub memory_limit: Option<u64>,
     /// Limits of its own VM on the host.
     pub host_limits: HostLimits,
     /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
@@ -134,6 +136,7 @@ impl Bundle {
             annotations,
             memory,
             cpus,
+            memory_limit: limits.memory_limit(),
             host_limits,
             scratch,
             agent_timeout,

@@ -9,7 +9,7 @@ use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
 use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
-use crate::{cgroup, mounts, refuse, report, scratch, terminal};
+use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
@@ -291,6 +291,7 @@ fn start_vm(
         memory: Some(bundle.memory),
         cpus: Some(bundle.cpus),
         backend: global.backend,
+        api_socket: Some(balloon::socket(&state.vm_folder)),
         ..VmConfig::default()
     };
     let share = ShareConfig {

@@ -115,6 +115,8 @@ fn measure(rig: &Rig, shared: &Path) -> Result<()> {
     machine.told(&["top", "-n", "1"], 0, "  disk1 write bytes\n")?;
     machine.told(&["top", "-n", "1"], 0, "  disk1 write p99 us\n")?;
 
+    balloon(&machine)?;
+
     File::create(shared.join("go")).context("cannot write a file")?;
     appears(&shared.join("unbound"))?;
     let ages = [(); 4].map(|()| {
@@ -128,6 +130,33 @@ fn measure(rig: &Rig, shared: &Path) -> Result<()> {
     File::create(shared.join("end")).context("cannot write a file")?;
     let (code, messages) = machine.wait()?;
     ensure!(code == Some(0), "{code:?}: {messages}");
+    Ok(())
+}
+
+/// Changes the balloon while the guest runs.
+fn balloon(machine: &Controlled<'_>) -> Result<()> {
+    let free = |target: u64, is_reached: &dyn Fn(u64) -> bool| -> Result<u64> {
+        let deadline = Instant::now() + SLOW;
+        loop {
+            let (now, _) = stats(machine)?;
+            ensure!(now["balloon_bytes"] == target, "{}", now["balloon_bytes"]);
+            let free = number(&now["guest_memory"]["free_bytes"])?;
+            if is_reached(free) {
+                return Ok(free);
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{free} bytes are free, with {target} in the balloon"
+            );
+            sleep(Duration::from_millis(600));
+        }
+    };
+    let before = free(0, &|_| true)?;
+    machine.told(&["balloon", "100G"], 1, "leaves the guest less than 64 MiB")?;
+    machine.told(&["balloon", "96M"], 0, "running")?;
+    let less = free(96 * MIB, &|free| free + 96 * MIB < before + CHANGE)?;
+    machine.told(&["balloon", "0K"], 0, "running")?;
+    free(0, &|free| free + CHANGE > less + 96 * MIB)?;
     Ok(())
 }
 

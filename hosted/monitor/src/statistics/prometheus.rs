@@ -225,6 +225,8 @@ impl Statistics {
         metrics.one("memory_bytes", GAUGE, "Guest memory.", self.memory_bytes.to_string());
         let help = "Guest memory allocated by the host.";
         metrics.one("memory_used_bytes", GAUGE, help, self.memory_used_bytes.to_string());
+        let help = "Target size of the balloon.";
+        metrics.some("balloon_bytes", GAUGE, help, self.balloon_bytes);
         let Some(memory) = &self.guest_memory else { return };
         let GuestMemory { age_ms, total_bytes, free_bytes, available_bytes, cache_bytes, .. } =
             *memory;
@@ -399,6 +401,7 @@ mod tests {
             "parador_share_requests_total{share=\"tag\",op=\"other\"} 9",
             "parador_vcpu_seconds_total{vcpu=\"1\",state=\"steal\"} 0.070",
             "parador_guest_memory_free_bytes 2048",
+            "parador_balloon_bytes 4096",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}:\n{text}");
         }
