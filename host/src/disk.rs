@@ -19,7 +19,7 @@ use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::disk::SECTOR;
 use proto::hosted::DiskRecord;
-use proto::hosted::counters::{self, DeviceCounters, OpTotals};
+use proto::hosted::counters::{self, DeviceCounters, EndedRequests};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
 
 use crate::io_uring::{IoUring, Submission};
@@ -379,7 +379,8 @@ impl<H: DiskHost> Worker<'_, H> {
     fn finish(&self, id: usize, job: &Job, done: Result<(), Failure>) {
         if let Some(op) = job.counted {
             let time = self.host.now().saturating_sub(job.began);
-            self.counters.ops[op].add(&OpTotals::one(job.length, done.is_err(), time));
+            let ended = EndedRequests::one(job.length, done.is_err(), Some(time));
+            self.counters.ops[op].add(&ended);
         }
         let status = match done {
             Ok(()) => status::DONE,

@@ -23,7 +23,7 @@ use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
-use proto::hosted::counters::{DeviceCounters, OpTotals, op};
+use proto::hosted::counters::{DeviceCounters, EndedRequests, op};
 use proto::vsock;
 use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint};
@@ -391,20 +391,19 @@ impl Sender {
         let (done, mut counted) = match result {
             None => {
                 self.frames.next = self.tail.wrapping_add(length);
-                (length, OpTotals::default())
+                (length, EndedRequests::default())
             }
             Some(Ok(done)) => (done, self.count(link, done)),
             Some(Err(AGAIN)) => return Progress::HostBlocks,
             // A tap device that is down, or rejects a header, drops the frame.
-            Some(Err(_)) if link.is_tap => (length, OpTotals::one(0, true, 0)),
+            Some(Err(_)) if link.is_tap => (length, EndedRequests::one(0, true, None)),
             Some(Err(error)) => {
                 link.queues.close(host, &error);
-                (length, OpTotals::default())
+                (length, EndedRequests::default())
             }
         };
         self.began = None;
-        counted.nanoseconds = host.now().saturating_sub(began);
-        counted.longest = counted.nanoseconds;
+        counted.nanoseconds = Some(host.now().saturating_sub(began));
         link.counters.ops[op::TRANSMIT].add(&counted);
         self.tail = self.tail.wrapping_add(done);
         if out.consume(self.tail) && ring::take(&out.producer_waiting) {
@@ -414,9 +413,9 @@ impl Sender {
     }
 
     /// Returns the counters of `done` bytes that the host has taken from the ring.
-    fn count(&mut self, link: &NetLink<'_>, done: u32) -> OpTotals {
+    fn count(&mut self, link: &NetLink<'_>, done: u32) -> EndedRequests {
         if link.is_tap {
-            return OpTotals::one(done.saturating_sub(LENGTH + HEADER).into(), false, 0);
+            return EndedRequests::one(done.saturating_sub(LENGTH + HEADER).into(), false, None);
         }
         let end = self.tail.wrapping_add(done);
         // The guest publishes whole frames: the rest of a length is there, too.
@@ -465,7 +464,7 @@ impl FrameCounter {
         end: u32,
         moved: u32,
         least: u32,
-    ) -> OpTotals {
+    ) -> EndedRequests {
         let most = moved / (LENGTH + MIN_FRAME) + 1;
         let mut frames = 0;
         while end.wrapping_sub(self.next).cast_signed() >= least.cast_signed() {
@@ -479,7 +478,7 @@ impl FrameCounter {
             frames += 1;
         }
         let bytes = moved.saturating_sub(frames * LENGTH);
-        OpTotals { requests: frames.into(), bytes: bytes.into(), ..OpTotals::default() }
+        EndedRequests { requests: frames.into(), bytes: bytes.into(), ..EndedRequests::default() }
     }
 }
 
@@ -517,7 +516,7 @@ impl Receiver {
         let end = self.head.wrapping_add(before + done);
         let counted = if link.is_tap {
             ring.put(self.head, &done.to_be_bytes());
-            OpTotals::one(done.saturating_sub(HEADER).into(), false, 0)
+            EndedRequests::one(done.saturating_sub(HEADER).into(), false, None)
         } else {
             self.frames.count(ring, end, done, LENGTH)
         };

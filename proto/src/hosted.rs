@@ -13,6 +13,7 @@ mod disk;
 pub mod exit;
 mod filters;
 pub mod idle;
+pub mod latency;
 pub mod layout;
 pub mod log;
 mod net;

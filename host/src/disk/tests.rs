@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 use std::{vec, vec::Vec};
 
+use proto::hosted::counters::OpTotals;
 use proto::requests::Client;
 
 use super::*;
@@ -209,6 +210,8 @@ fn requests_are_counted() {
         assert_eq!(counted, [(2, 1, 4096), (2, 0, 2048), (1, 0, 0), (2, 1, 3 * 512)]);
         let is_timed = |op: &OpTotals| op.longest >= 5 && op.nanoseconds >= 5 * op.requests;
         assert!(totals.iter().all(is_timed), "{totals:?}");
+        // Each request has one time, of the first bucket.
+        assert!(totals.iter().all(|op| op.buckets[0] == op.requests), "{totals:?}");
     });
 }
 

@@ -9,6 +9,8 @@ use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::vec::Vec;
 
+use proto::hosted::counters::OpTotals;
+use proto::hosted::latency;
 use vmm_bus::backend::Part;
 use vmm_mem::GuestMemory;
 use vmm_mem::testing::memory;
@@ -169,8 +171,10 @@ fn workers_move_frames_in_order() {
         thread::yield_now();
     }
     assert_eq!(vm.counted(op::TRANSMIT), all);
-    assert_eq!(vm.counters.ops[op::RECEIVE].totals().nanoseconds, 0);
-    assert!(vm.counters.ops[op::TRANSMIT].totals().longest >= 5);
+    let [received, sent] = [op::RECEIVE, op::TRANSMIT].map(|op| vm.counters.ops[op].totals());
+    assert_eq!((received.nanoseconds, received.buckets), (0, [0; latency::BUCKETS]));
+    let pieces: u64 = sent.buckets.iter().sum();
+    assert!(sent.longest >= 5 && sent.nanoseconds >= 5 * pieces && pieces > 0, "{sent:?}");
     drop(echo.join().unwrap());
     assert_eq!((first(&mut endpoint, vm), endpoint.is_up()), (None, false));
     assert!(vm.warnings.lock().unwrap()[0].starts_with("connection closed: "));

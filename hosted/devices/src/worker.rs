@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use proto::hosted::counters::{DeviceCounters, OpTotals, VmCounters};
+use proto::hosted::counters::{DeviceCounters, EndedRequests, VmCounters};
 use proto::hosted::idle::IdleRecords;
 use proto::hosted::{MAX_QUEUES, layout};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op};
@@ -346,7 +346,7 @@ impl Service {
         let Executed { status, op, bytes, is_failed } = self.served.execute(taken);
         if let Some(op) = op {
             let time = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            self.counters.ops[op].add(&OpTotals::one(bytes, is_failed, time));
+            self.counters.ops[op].add(&EndedRequests::one(bytes, is_failed, Some(time)));
         }
         status
     }

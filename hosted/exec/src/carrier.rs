@@ -1,7 +1,7 @@
 //! Carrier of a command or of a container's process: its streams or terminal, signals, and its end.
 
 use crate::connection::ControlConnection;
-use crate::patience::AgentDeadline;
+use crate::patience::{AgentDeadline, AgentTimeout};
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
@@ -37,19 +37,20 @@ pub struct Carrier {
 pub type Connected = Result<Carrier, u8>;
 
 impl Carrier {
-    /// Connects to the agent of a VM. The command gets the signals `forwarded` once it was started;
-    /// before, those that end programs end the carrier. Its streams are those of this process, or
-    /// this process' terminal.
+    /// Connects to the agent of a VM, which has `limit` for its answer. The command gets the
+    /// signals `forwarded` once it was started; before, those that end programs end the carrier.
+    /// Its streams are those of this process, or this process' terminal.
     ///
     /// # Errors
     /// The VM ends, or no agent answers in time.
     pub fn connect(
         vm: &mut AgentVm,
+        limit: AgentTimeout,
         forwarded: &[i32],
         has_terminal: bool,
         set_up: Option<&AgentRequest<'_>>,
     ) -> Result<Connected, Failure> {
-        let mut deadline = AgentDeadline::new();
+        let mut deadline = AgentDeadline::new(limit);
         let mut signals = Signals::new(forwarded).os_error("install signal handlers")?;
         let control = loop {
             if let Some(code) = early_end(&mut signals) {

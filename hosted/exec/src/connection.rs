@@ -185,6 +185,7 @@ fn expect_line(stream: &mut UnixStream) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::patience::AgentTimeout;
     use crate::testing::{agent, frame};
     use std::os::unix::net::UnixListener;
 
@@ -192,7 +193,10 @@ mod tests {
     fn refused(answer: Vec<u8>) -> String {
         let folder = tempfile::tempdir().unwrap();
         let (mut vm, thread) = agent(folder.path(), vec![answer]);
-        let text = match ControlConnection::open(&mut vm, &mut AgentDeadline::new()) {
+        let text = match ControlConnection::open(
+            &mut vm,
+            &mut AgentDeadline::new(AgentTimeout::default()),
+        ) {
             Err(Failure::Simple { message, .. }) => message,
             Err(Failure::Report { text, .. }) => text,
             Ok(_) => "connected".to_owned(),
@@ -221,7 +225,8 @@ mod tests {
         let mut vm = AgentVm::attach(folder.path().to_owned());
         let listener = UnixListener::bind(vm.socket()).unwrap();
         let mut open = || {
-            let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new());
+            let control =
+                ControlConnection::open(&mut vm, &mut AgentDeadline::new(AgentTimeout::default()));
             control.map(|it| it.is_some()).map_err(|failure| failure.to_string())
         };
         // It accepts, and does not answer within an attempt.

@@ -36,6 +36,7 @@ use hosted_monitor::config::Config;
 use hosted_monitor::config::net::NetConfig;
 use hosted_monitor::config::vm::{BackendChoice, Time, VmConfig};
 use hosted_monitor::runtime::RuntimeFolder;
+use patience::AgentTimeout;
 use proto::agent::{AgentRequest, Guest, Network, Prefix, Route};
 use proto::system::MAX_VCPUS;
 use rustix::stdio::{stdin, stdout};
@@ -100,6 +101,10 @@ pub struct Options {
     /// End the command after this time, e.g. 60s, with exit code 124.
     #[arg(long, value_name = "TIME", value_parser = Time::parse)]
     timeout: Option<Time>,
+    /// Give up if the guest has not started its agent by then: 1s to 1h, without its waits for
+    /// host CPUs (up to six times as long) [default: 10s].
+    #[arg(long, value_name = "TIME", value_parser = AgentTimeout::parse)]
+    agent_timeout: Option<AgentTimeout>,
     /// Kernel [default: the installed kernel, else the cached one of `parador kernel build`].
     #[arg(short, long, value_name = "FILE")]
     kernel: Option<PathBuf>,
@@ -165,7 +170,8 @@ fn carry_out(options: &Options) -> Result<u8, Failure> {
     let folder = folder.os_error("create a folder for the VM")?;
     let config = config(options, &plan, folder.path())?;
     let mut vm = AgentVm::start(folder.path(), &config, &options.programs)?;
-    let carried = carry(&mut vm, &plan, deadline);
+    let limit = options.agent_timeout.unwrap_or_default();
+    let carried = carry(&mut vm, limit, &plan, deadline);
     vm.end();
     carried
 }
@@ -200,7 +206,12 @@ fn network() -> Network {
 }
 
 /// Runs the command of a VM to its end and returns its exit code.
-fn carry(vm: &mut AgentVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
+fn carry(
+    vm: &mut AgentVm,
+    limit: AgentTimeout,
+    plan: &Plan,
+    deadline: Option<Instant>,
+) -> Result<u8, Failure> {
     let guest = Guest {
         name: NAME,
         root: plan.root(),
@@ -209,7 +220,7 @@ fn carry(vm: &mut AgentVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8,
     };
     let has_terminal = isatty(stdin()) && isatty(stdout());
     let set_up = AgentRequest::Configure(guest);
-    let carrier = match Carrier::connect(vm, &FORWARDED, has_terminal, Some(&set_up))? {
+    let carrier = match Carrier::connect(vm, limit, &FORWARDED, has_terminal, Some(&set_up))? {
         Ok(carrier) => carrier,
         Err(code) => return Ok(code),
     };

@@ -5,30 +5,57 @@
 //! states it for each thread (`/proc/PID/task/TID/schedstat`); kernels without it state nothing, so
 //! the limit is the shorter one. A guest can let its threads wait at will, so the sum has a bound.
 
+use hosted_monitor::config::vm::Time;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Time limit in which the VM has CPUs.
-const LIMIT: Duration = Duration::from_secs(10);
-/// Time limit in any case.
-const LONGEST: Duration = Duration::from_secs(60);
+/// Multiple of the limit after which there is no answer, however long the VM has waited for CPUs.
+const LONGEST: u32 = 6;
 /// Most threads of a VM that are looked at.
 const MAX_THREADS: usize = 4096;
+
+/// Time limit for the first answer of an agent, in which the VM has CPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AgentTimeout(Duration);
+
+impl AgentTimeout {
+    /// Shortest limit, and the longest one.
+    const BOUNDS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(3600)];
+
+    /// Parses a time, as [`Time`] does.
+    ///
+    /// # Errors
+    /// It is no time, or out of bounds.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let Time(limit) = Time::parse(text)?;
+        let [least, most] = Self::BOUNDS;
+        match (least..=most).contains(&limit) {
+            true => Ok(Self(limit)),
+            false => Err(format!("expected 1s to 1h (got {text})")),
+        }
+    }
+}
+
+impl Default for AgentTimeout {
+    fn default() -> Self {
+        Self(Duration::from_secs(10))
+    }
+}
 
 /// Deadline for the first answer of an agent.
 #[derive(Debug)]
 pub struct AgentDeadline {
+    limit: Duration,
     started: Instant,
     until: Instant,
 }
 
 impl AgentDeadline {
     /// Creates the deadline of a VM that is started now.
-    #[allow(clippy::new_without_default)]
-    pub fn new() -> Self {
+    pub fn new(AgentTimeout(limit): AgentTimeout) -> Self {
         let started = Instant::now();
-        Self { started, until: started + LIMIT }
+        Self { limit, started, until: started + limit }
     }
 
     /// Returns the reason to give up; `None`: an answer may still come. `vm` is the process of the
@@ -44,11 +71,11 @@ impl AgentDeadline {
             return None;
         }
         let waited = waited();
-        self.until = self.started + (LIMIT + waited).min(LONGEST);
+        self.until = self.started + self.limit.saturating_add(waited).min(self.limit * LONGEST);
         if now < self.until {
             return None;
         }
-        let text = format!("no agent has answered within {} s", LIMIT.as_secs());
+        let text = format!("no agent has answered within {} s", self.limit.as_secs());
         Some(match waited.as_secs() {
             0 => text,
             seconds => {
@@ -87,7 +114,7 @@ mod tests {
 
     #[test]
     fn waits_for_cpus_do_not_count() {
-        let mut deadline = AgentDeadline::new();
+        let mut deadline = AgentDeadline::new(AgentTimeout::default());
         let after = |seconds: u64| deadline.started + Duration::from_secs(seconds);
         let [early, limit, late, latest] = [9, 10, 15, 60].map(after);
         let seconds = Duration::from_secs;
@@ -103,10 +130,27 @@ mod tests {
 
     #[test]
     fn an_idle_guest_has_the_limit() {
-        let mut deadline = AgentDeadline::new();
-        let now = deadline.started + LIMIT;
+        let mut deadline = AgentDeadline::new(AgentTimeout::default());
+        let now = deadline.started + deadline.limit;
         let text = deadline.passed_at(now, || Duration::ZERO);
         assert_eq!(text.as_deref(), Some("no agent has answered within 10 s"));
+    }
+
+    #[test]
+    fn limits_have_bounds() {
+        let parsed = |text: &str| AgentTimeout::parse(text).map(|limit| limit.0.as_secs());
+        assert_eq!([parsed("1"), parsed("90s"), parsed("60m")], [Ok(1), Ok(90), Ok(3600)]);
+        for wrong in ["0", "61m", "99999999999999999999h"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(parsed("2h").unwrap_err(), "expected 1s to 1h (got 2h)");
+        let mut deadline = AgentDeadline::new(AgentTimeout::parse("90s").unwrap());
+        let after = |seconds: u64| deadline.started + Duration::from_secs(seconds);
+        let [early, late, latest] = [89, 90, 540].map(after);
+        assert_eq!(deadline.passed_at(early, || Duration::ZERO), None);
+        assert_eq!(deadline.passed_at(late, || Duration::MAX), None);
+        let text = deadline.passed_at(latest, || Duration::MAX).unwrap();
+        assert!(text.starts_with("no agent has answered within 90 s, besides waits"), "{text}");
     }
 
     #[test]

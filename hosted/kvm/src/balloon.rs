@@ -2,6 +2,7 @@
 //! are written.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::SeqCst;
 
 use proto::hosted::balloon::{BalloonReport, TAGS};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -11,9 +12,7 @@ pub struct HostBalloon<'o> {
     memory: OwnedFd,
     /// Guest-physical base and length of ranges, consecutive in the file.
     ranges: Vec<(u64, u64)>,
-    /// Target size of the balloon in pages.
-    wanted: u32,
-    /// Requests for the guest's statistics, and the last ones.
+    /// Target size; requests for the guest's statistics, and the last ones.
     report: &'o BalloonReport,
 }
 
@@ -25,7 +24,8 @@ impl<'o> HostBalloon<'o> {
         wanted: u64,
         report: &'o BalloonReport,
     ) -> Self {
-        Self { memory, ranges, wanted: u32::try_from(wanted).unwrap_or(u32::MAX), report }
+        report.target.store(wanted, SeqCst);
+        Self { memory, ranges, report }
     }
 
     /// Returns the file offset of an address, and the length of the contiguous range there.
@@ -43,7 +43,7 @@ impl<'o> HostBalloon<'o> {
 
 impl vmm_bus::BalloonBackend for HostBalloon<'_> {
     fn target_pages(&self) -> u32 {
-        self.wanted
+        self.report.target_pages()
     }
 
     fn set_inflated(&mut self, _: u32) {
@@ -89,6 +89,8 @@ mod tests {
         report.request();
         assert!(balloon.take_statistics_request() && !balloon.take_statistics_request());
         assert_eq!(balloon.target_pages(), 3);
+        report.target.store(5, SeqCst);
+        assert_eq!(balloon.target_pages(), 5);
         let before = other.metadata().unwrap().blocks();
         balloon.discard(0x1000, 0x1000);
         balloon.discard((1 << 32) + 0x1000, 0x1000);

@@ -41,6 +41,7 @@ pub fn serve(
                 report.request();
                 vcpu_threads[0].notify(event::BALLOON);
             }
+            control::BALLOON => vcpu_threads[0].notify(event::BALLOON),
             control::HALT => debug::stop(debug, vcpu_threads),
             control::GO => debug::go(debug),
             _ => continue,
@@ -99,6 +100,7 @@ mod tests {
             }
             ask(control::MEMORY_STATISTICS);
             assert!(report.take_request());
+            ask(control::BALLOON);
             ask(control::POWER_BUTTON);
             while !pressed.load(SeqCst) {
                 thread::yield_now();

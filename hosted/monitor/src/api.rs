@@ -12,6 +12,7 @@ use crate::http::{
 use crate::state::State;
 use crate::statistics::{Statistics, prometheus};
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::value::Size;
 use hyper::body::{Bytes, Incoming};
 use hyper::{Request, Response, StatusCode};
 use schemars::{JsonSchema, SchemaGenerator};
@@ -92,6 +93,7 @@ async fn reply(
     let (path, query) = (request.uri().path(), request.uri().query());
     let command = match (path, query) {
         ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Command::Terminate),
+        ("/v1/vm/balloon", query) => Some(Command::Balloon(balloon_size(query)?)),
         (_, Some(query)) => {
             let text = format!("{path} has no parameter `{query}`");
             return Err(ProblemDetails::new(StatusCode::BAD_REQUEST, text));
@@ -114,6 +116,14 @@ async fn reply(
         Some(command) => execute(control, command).await,
         None => events(control),
     }
+}
+
+/// Reads the parameter of `/v1/vm/balloon`.
+fn balloon_size(query: Option<&str>) -> Result<u64, ProblemDetails> {
+    let wrong = |text| ProblemDetails::new(StatusCode::BAD_REQUEST, text);
+    let size = query.and_then(|query| query.strip_prefix("size="));
+    let size = size.ok_or_else(|| wrong("expected the parameter `size=SIZE`".to_owned()))?;
+    Size::parse(size).map(|size| size.0).map_err(wrong)
 }
 
 /// Streams past and future events.
@@ -140,7 +150,7 @@ async fn execute(control: &Control, command: Command) -> Result<Response<Payload
 }
 
 /// Paths, their methods and summaries.
-const PATHS: [Resource; 10] = [
+const PATHS: [Resource; 11] = [
     ("/v1/openapi.json", "GET", "This description."),
     ("/v1/vm", "GET", "Configuration and state of the VM."),
     ("/v1/vm/stats", "GET", "Statistics: events handled and host resources used."),
@@ -150,6 +160,7 @@ const PATHS: [Resource; 10] = [
     ("/v1/vm/pause", "PUT", "Pauses the guest."),
     ("/v1/vm/resume", "PUT", "Resumes the guest."),
     ("/v1/vm/reset", "PUT", "Restarts the VM."),
+    ("/v1/vm/balloon", "PUT", "Sets the target size of the memory balloon."),
     ("/v1/vm/shutdown", "PUT", "Presses the ACPI power button; with `force` kills the VM."),
 ];
 
@@ -188,6 +199,13 @@ pub fn openapi() -> Value {
             operation["parameters"] = json!([{
                 "name": "force", "in": "query", "allowEmptyValue": true,
                 "description": "Kill the VM.", "schema": { "const": "true" },
+            }]);
+        }
+        if path.ends_with("/balloon") {
+            operation["parameters"] = json!([{
+                "name": "size", "in": "query", "required": true,
+                "description": "Memory that the guest returns to the host, at least 64 MiB less than it has.",
+                "schema": schemas.subschema_for::<Size>().to_value(),
             }]);
         }
         paths.insert(path.to_owned(), json!({ (method.to_lowercase()): operation }));
@@ -249,6 +267,9 @@ mod tests {
             ("GET /v1/vm/boot", "405", "allow: PUT"),
             ("PUT /v1/vm/pause?now", "400", "no parameter `now`"),
             ("PUT /v1/vm/shutdown?force=maybe", "400", "no parameter"),
+            ("PUT /v1/vm/balloon", "400", "expected the parameter `size=SIZE`"),
+            ("PUT /v1/vm/balloon?size=much", "400", "invalid size"),
+            ("PUT /v1/vm/balloon?force", "400", "expected the parameter"),
         ] {
             let answer = ask(folder.path(), &head(request));
             assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request}: {answer}");

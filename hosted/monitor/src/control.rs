@@ -12,6 +12,7 @@ use crate::event_loop::{self, EndingSignals, EventHandler, drain};
 use crate::events::{Event, Events};
 use crate::exit::ExitCause;
 use crate::metrics::Metrics;
+use crate::spec::{MIN_MEMORY, PAGE};
 use crate::state::State;
 use crate::statistics::devices::DeviceStatistics;
 use crate::statistics::guest_memory::{self, Ask, GuestReports};
@@ -19,6 +20,7 @@ use crate::statistics::vcpus::VcpuTimes;
 use crate::statistics::{self, Statistics};
 use hosted_command::failure::{Failure, IoContext};
 use hyper::body::Bytes;
+use proto::hosted::balloon::BalloonReport;
 use rustix::event::PollFlags;
 use rustix::io::write;
 use schemars::JsonSchema;
@@ -26,6 +28,7 @@ use serde::Serialize;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -52,6 +55,8 @@ pub enum Command {
     Shutdown,
     /// Asks the guest for statistics of its memory.
     MemoryStatistics,
+    /// Changes the target size of the balloon, in bytes.
+    Balloon(u64),
     /// Stops the virtual CPUs for the debugger.
     Halt,
     /// Resumes the virtual CPUs as the debugger has requested.
@@ -80,6 +85,8 @@ struct VmStatus {
     counters: Option<File>,
     vcpu_times: VcpuTimes,
     guest_reports: GuestReports,
+    /// Target size of the balloon in bytes; `None`: no balloon.
+    balloon: Option<u64>,
     events: Events,
     commands: VecDeque<(Command, oneshot::Sender<Answer>)>,
     /// Wakes the debugger.
@@ -164,6 +171,7 @@ impl Control {
             counters: None,
             vcpu_times: VcpuTimes::default(),
             guest_reports: GuestReports::default(),
+            balloon: balloon(&config),
             events: Events::new(sink),
             commands: VecDeque::new(),
             debugger: None,
@@ -197,6 +205,7 @@ impl Control {
         status.counters = Some(counters.into());
         status.vcpu_times = VcpuTimes::default();
         status.guest_reports = GuestReports::default();
+        status.balloon = balloon(&self.0.config);
         status.events.record(Event::Started { process });
     }
 
@@ -331,6 +340,7 @@ impl Control {
             memory_used_bytes: memory.map_or(0, |memory| statistics::used(&memory.0)),
             guest_memory: reported
                 .and_then(|reported| reports.latest(reported, self.0.size, Instant::now())),
+            balloon_bytes: status.balloon,
             vcpu_times: status.vcpu_times.times(vcpus.into(), uptime),
             disks,
             nets,
@@ -377,6 +387,30 @@ impl Control {
         status.memory.as_ref().map_or(0, |memory| guest_memory::reported(&memory.1).reports)
     }
 
+    /// Sets the target size of the balloon in the memory shared with the VM's processes, in whole
+    /// pages.
+    ///
+    /// # Errors
+    /// The VM has no balloon, the guest would have too little memory, or the VM has ended.
+    fn set_balloon(&self, bytes: u64) -> Result<(), String> {
+        let most = self.0.size.saturating_sub(MIN_MEMORY);
+        if bytes > most {
+            return Err(format!(
+                "a balloon of {bytes} bytes leaves the guest less than 64 MiB (limit {most} bytes)"
+            ));
+        }
+        let mut status = self.status();
+        if status.balloon.is_none() {
+            return Err("the VM has no balloon (--balloon off)".to_owned());
+        }
+        let (_, shared) = status.memory.as_ref().ok_or("the guest is not running")?;
+        let pages = bytes / PAGE;
+        let written = shared.write_all_at(&pages.to_le_bytes(), BalloonReport::TARGET);
+        written.map_err(|error| format!("cannot write to the VM's memory: {error}"))?;
+        status.balloon = Some(pages * PAGE);
+        Ok(())
+    }
+
     /// Returns a stream of past and future events; `None` if there are too many subscribers.
     pub fn subscribe(&self) -> Option<mpsc::Receiver<Bytes>> {
         self.status().events.subscribe()
@@ -398,6 +432,11 @@ impl Control {
         let _ = write(&self.0.waker, &[0]);
         answered
     }
+}
+
+/// Returns the size in bytes that the balloon has at the start; `None`: no balloon.
+fn balloon(config: &Config) -> Option<u64> {
+    config.vm.balloon.unwrap_or_default().0.map(|size| size.0)
 }
 
 fn milliseconds(time: Duration) -> u64 {

@@ -3,13 +3,15 @@
 use crate::client::ControlClient;
 use crate::config::name::VmName;
 use crate::runtime::RuntimeFolder;
+use crate::statistics::latency::LatencyHistogram;
 use crate::verb::Verb;
 use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
+use hosted_command::value::Size;
 use serde_json::Value;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
@@ -41,12 +43,29 @@ impl Options {
     }
 }
 
+/// Returns path and query that set the balloon's target size in bytes, which are whole pages.
+fn balloon_path(bytes: u64) -> String {
+    format!("/v1/vm/balloon?size={}", Size(bytes).text())
+}
+
+fn runtime() -> Result<Runtime, Failure> {
+    let runtime = Builder::new_current_thread().enable_io().enable_time().build();
+    runtime.os_error("wait for answers")
+}
+
+/// Sets the target size of the balloon of the VM with this control socket, in bytes of whole pages.
+///
+/// # Errors
+/// No VM serves the socket (66), or it refuses.
+pub fn set_balloon(socket: &Path, bytes: u64) -> Result<(), Failure> {
+    let client = ControlClient { socket };
+    runtime()?.block_on(client.ask("PUT", &balloon_path(bytes))).map(drop)
+}
+
 /// Sends the request, prints the response and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
-    let runtime = Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.os_error("wait for answers")?;
     let socket = options.socket()?;
-    let client = Requests { runtime, client: ControlClient { socket: &socket } };
+    let client = Requests { runtime: runtime()?, client: ControlClient { socket: &socket } };
     match options.verb {
         Verb::Status => client.show("/v1/vm"),
         Verb::Stats => client.show("/v1/vm/stats"),
@@ -56,6 +75,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Verb::Pause => client.put("/v1/vm/pause"),
         Verb::Resume => client.put("/v1/vm/resume"),
         Verb::Reset => client.put("/v1/vm/reset"),
+        Verb::Balloon { size } => client.put(&balloon_path(size.0)),
         Verb::Shutdown { force: false } => client.put("/v1/vm/shutdown"),
         Verb::Shutdown { force: true } => client.put("/v1/vm/shutdown?force"),
         Verb::Top { count } => client.top(count),
@@ -163,7 +183,35 @@ fn table(now: &Value, former: Option<&Value>) -> String {
             text += &row(number(total), rate, &name.replace('_', " "));
         }
     }
-    text
+    text + &times(now, former)
+}
+
+/// Formats the 99th percentiles of the requests' times in microseconds, rounded up to the bounds of
+/// the buckets: since the start, and in the last second. Operations without requests are left out.
+fn times(now: &Value, former: Option<&Value>) -> String {
+    let mut text = String::new();
+    for (part, name, ops) in [
+        ("disks", "name", &["read", "write", "flush", "discard"][..]),
+        ("nets", "name", &["transmit"]),
+        ("shares", "tag", &["read", "write", "other"]),
+    ] {
+        for (index, device) in now[part].as_array().into_iter().flatten().enumerate() {
+            for op in ops {
+                let of = |value: &Value| -> LatencyHistogram {
+                    let histogram = &value[part][index][op]["histogram"];
+                    serde_json::from_value(histogram.clone()).unwrap_or_default()
+                };
+                let all = of(now);
+                let Some(time) = all.percentile_99() else { continue };
+                let latest = former.and_then(|former| all.since(&of(former)).percentile_99());
+                let latest =
+                    latest.map_or_else(|| "-".to_owned(), |time| (time / 1000).to_string());
+                let device = device[name].as_str().unwrap_or("?");
+                text += &format!("{:>12} {latest:>12}  {device} {op} p99 us\n", time / 1000);
+            }
+        }
+    }
+    if text.is_empty() { text } else { format!("{:>12} {:>12}\n{text}", "all", "last second") }
 }
 
 #[cfg(test)]
@@ -177,7 +225,10 @@ mod tests {
             json!({
                 "state": "running", "uptime_ms": uptime, "processes": 4, "user_ms": uptime / 2, "system_ms": 0,
                 "memory_bytes": 1 << 30, "memory_used_bytes": 64 << 20,
-                "disks": [{ "name": "disk0", "read": { "bytes": 7 }, "write": { "bytes": calls } }],
+                "disks": [{
+                    "name": "disk0", "read": { "bytes": 7 },
+                    "write": { "bytes": calls, "histogram": [calls, 3] },
+                }],
                 "wedge": { "counters": { "calls_by_signal": calls }, "sites": {} },
             })
         };
@@ -187,7 +238,9 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("         250          200  disk0 write bytes\n"), "{text}");
-        assert!(text.ends_with("         250          200  calls by signal\n"), "{text}");
+        assert!(text.contains("         250          200  calls by signal\n"), "{text}");
+        assert!(text.ends_with("           8            4  disk0 write p99 us\n"), "{text}");
+        assert!(!text.contains("read p99"), "no request: {text}");
         assert!(table(&at(1, 1), None).contains("CPU 0%"));
         // A restarted VM.
         assert!(table(&at(10, 1), Some(&at(2000, 50))).contains("CPU 0%"));

@@ -10,11 +10,11 @@ use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, console, log};
 use proto::system::MAX_VCPUS;
 
 /// Page size.
-const PAGE: u64 = 4096;
+pub(crate) const PAGE: u64 = 4096;
 /// Default memory size in bytes.
 const MEMORY: u64 = 1 << 30;
 /// Smallest memory size in bytes that a kernel boots with.
-const MIN_MEMORY: u64 = 64 << 20;
+pub(crate) const MIN_MEMORY: u64 = 64 << 20;
 
 /// Specification of a VM.
 pub struct Spec {

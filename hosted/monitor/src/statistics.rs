@@ -5,6 +5,7 @@
 
 pub mod devices;
 pub mod guest_memory;
+pub mod latency;
 pub mod prometheus;
 pub mod vcpus;
 
@@ -57,6 +58,8 @@ pub struct Statistics {
     pub memory_bytes: u64,
     /// Guest memory that the host has allocated, in bytes.
     pub memory_used_bytes: u64,
+    /// Target size of the balloon in bytes; `None`: the VM has no balloon.
+    pub balloon_bytes: Option<u64>,
     /// Guest's own statistics of its memory; `None`: its kernel has no balloon driver.
     pub guest_memory: Option<GuestMemory>,
     /// Times of the vCPUs since the last start.
@@ -206,6 +209,7 @@ pub mod testing {
     //! Statistics for tests.
 
     use super::devices::{FrameStatistics, Requests};
+    use super::latency::LatencyHistogram;
     use super::*;
 
     /// Returns statistics of a running VM with two vCPUs, two disks, a network and a shared
@@ -215,7 +219,8 @@ pub mod testing {
         let frames =
             |frames, bytes| FrameStatistics { frames, bytes, ..FrameStatistics::default() };
         let none = Requests::default();
-        let read = Requests { time_ns: 1_500_000_000, max_ns: 700, ..requests(2, 4096) };
+        let histogram = LatencyHistogram::from(vec![1, 0, 1]);
+        let read = Requests { time_ns: 1_500_000_000, max_ns: 700, histogram, ..requests(2, 4096) };
         let flush = Requests { failed: 1, ..requests(1, 0) };
         let (write, name) = (requests(1, 512), "a\"\\".to_owned());
         let other = DiskStatistics { name, read: none, write, flush: none, discard: none };
@@ -237,6 +242,7 @@ pub mod testing {
             steal_ms: 0,
             memory_bytes: 1 << 30,
             memory_used_bytes: 64 << 20,
+            balloon_bytes: Some(4096),
             guest_memory: Some(GuestMemory {
                 age_ms: 0,
                 total_bytes: Some(1 << 29),

@@ -1,6 +1,7 @@
 //! Commands of `parador ctl`, which are no names of VMs.
 
 use clap::Subcommand;
+use hosted_command::value::Size;
 
 /// Command of `parador ctl` to a VM.
 #[derive(Clone, Copy, Debug, Subcommand)]
@@ -21,6 +22,13 @@ pub enum Verb {
     Resume,
     /// Reset the VM.
     Reset,
+    /// Set the target size of the memory balloon: memory that the guest returns to the host as far
+    /// as it can, and takes back before it would have to kill an application.
+    Balloon {
+        /// Size, at least 64M less than the guest's memory.
+        #[arg(value_name = "SIZE", value_parser = Size::parse)]
+        size: Size,
+    },
     /// Press the ACPI power button.
     Shutdown {
         /// Kill the VM, whatever the guest does.

@@ -7,6 +7,7 @@ use crate::refuse;
 use crate::resources::StatedLimits;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::value::Size;
+use hosted_exec::patience::AgentTimeout;
 use hosted_exec::vm::host_cpus;
 use oci_spec::runtime::{Linux, LinuxDevice, LinuxNamespace, LinuxNamespaceType, Process, Spec};
 use proto::agent::container::Namespaces;
@@ -22,6 +23,8 @@ const PREFIX: &str = "dev.parador.";
 const EXTRA: &str = "dev.parador.memory";
 /// Memory without a limit.
 const DEFAULT: &str = "dev.parador.default_memory";
+/// Time limit for the first answer of the agent.
+const AGENT_TIMEOUT: &str = "dev.parador.agent_timeout";
 /// Annotations of containerd and of CRI-O: the kind of a container, and the name of its sandbox.
 const KINDS: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const SANDBOXES: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
@@ -44,7 +47,7 @@ const PERIOD: u64 = 100_000;
 const DEVICES: [(i64, i64); 9] =
     [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 1), (5, 2)];
 /// Least memory of a VM, and what a guest needs besides its containers.
-const LEAST: Size = Size(64 << 20);
+pub const LEAST: Size = Size(64 << 20);
 
 /// Configuration of a container, checked.
 #[derive(Debug)]
@@ -66,10 +69,14 @@ pub struct Bundle {
     /// Size of its own VM.
     pub memory: Size,
     pub cpus: u8,
+    /// Limit of memory in bytes, for a sandbox the sum of its containers'; `None`: none.
+    pub memory_limit: Option<u64>,
     /// Limits of its own VM on the host.
     pub host_limits: HostLimits,
     /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
     pub scratch: Option<Size>,
+    /// Time limit for the first answer of the agent.
+    pub agent_timeout: AgentTimeout,
 }
 
 impl Bundle {
@@ -114,6 +121,7 @@ impl Bundle {
             None => limits.host(extra(&annotations)?.0),
         };
         let scratch = scratch(&annotations)?;
+        let agent_timeout = agent_timeout(&annotations)?;
         Ok(Self {
             rootfs: path.join(root.path()),
             is_read_only: root.readonly().unwrap_or_default(),
@@ -128,8 +136,10 @@ impl Bundle {
             annotations,
             memory,
             cpus,
+            memory_limit: limits.memory_limit(),
             host_limits,
             scratch,
+            agent_timeout,
         })
     }
 }
@@ -243,12 +253,23 @@ pub fn extra(annotations: &HashMap<String, String>) -> Result<Size, Failure> {
     annotations.get(EXTRA).map_or(Ok(LEAST), |text| parse_size(EXTRA, text))
 }
 
+/// Returns the time limit for the first answer of the agent.
+///
+/// # Errors
+/// The annotation is malformed.
+pub fn agent_timeout(annotations: &HashMap<String, String>) -> Result<AgentTimeout, Failure> {
+    let Some(text) = annotations.get(AGENT_TIMEOUT) else { return Ok(AgentTimeout::default()) };
+    AgentTimeout::parse(text)
+        .map_err(|error| refuse(format!("annotation {AGENT_TIMEOUT}: {error}")))
+}
+
 /// Returns memory and CPUs of a VM.
 fn size(
     limits: &StatedLimits,
     annotations: &HashMap<String, String>,
 ) -> Result<(Size, u8), Failure> {
-    let own = |name: &str| name.starts_with(PREFIX) && ![EXTRA, DEFAULT, SCRATCH].contains(&name);
+    const OWN: [&str; 4] = [EXTRA, DEFAULT, SCRATCH, AGENT_TIMEOUT];
+    let own = |name: &str| name.starts_with(PREFIX) && !OWN.contains(&name);
     if let Some(name) = annotations.keys().find(|name| own(name)) {
         return Err(refuse(format!("unknown annotation {name}")));
     }
@@ -323,6 +344,13 @@ mod tests {
         for (text, expected) in [("on", Some(8 << 30)), ("64M", Some(64 << 20)), ("1M", None)] {
             let found = open(with("", "annotations", json!({ SCRATCH: text })));
             assert_eq!(found.ok().and_then(|it| it.scratch).map(|it| it.0), expected, "{text}");
+        }
+        for (text, expected) in [("2m", Ok("2m")), ("2h", Err("2h"))] {
+            let found = open(with("", "annotations", json!({ AGENT_TIMEOUT: text })));
+            let expected = expected.map(AgentTimeout::parse).map(Result::unwrap).map_err(|text| {
+                format!("annotation {AGENT_TIMEOUT}: expected 1s to 1h (got {text})")
+            });
+            assert_eq!(found.map(|it| it.agent_timeout), expected);
         }
         let unknown = size(-1, 0, json!({ "dev.parador.more": "1" }));
         assert_eq!(unknown, Err("unknown annotation dev.parador.more".to_owned()));

@@ -9,7 +9,7 @@ use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
 use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
-use crate::{cgroup, mounts, refuse, report, scratch, terminal};
+use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
@@ -240,7 +240,8 @@ impl Container {
         });
         let has_terminal = bundle.process.terminal().unwrap_or_default();
         let set_up = is_own.then_some(&set_up);
-        let connected = Carrier::connect(vm, &FORWARDED, has_terminal, set_up)?;
+        let connected =
+            Carrier::connect(vm, bundle.agent_timeout, &FORWARDED, has_terminal, set_up)?;
         let carrier = connected
             .map_err(|code| refuse(format!("a signal has ended the carrier (exit code {code})")))?;
         if let Some(network) = network {
@@ -290,6 +291,7 @@ fn start_vm(
         memory: Some(bundle.memory),
         cpus: Some(bundle.cpus),
         backend: global.backend,
+        api_socket: Some(balloon::socket(&state.vm_folder)),
         ..VmConfig::default()
     };
     let share = ShareConfig {
@@ -373,12 +375,13 @@ fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u
 /// Starts another process in a container. It ends with this process.
 fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier), Failure> {
     cgroup::join(&state.cgroups)?;
+    let bundle = Bundle::open(&state.bundle)?;
     let mut vm = AgentVm::attach(state.vm_folder.clone());
     let has_terminal = process.terminal().unwrap_or_default();
-    let connected = Carrier::connect(&mut vm, &FORWARDED, has_terminal, None)?;
+    let connected =
+        Carrier::connect(&mut vm, bundle.agent_timeout, &FORWARDED, has_terminal, None)?;
     let carrier =
         connected.map_err(|code| refuse(format!("a signal has ended the carrier ({code})")))?;
-    let bundle = Bundle::open(&state.bundle)?;
     let message = ProcessMessage::new(process, &bundle.linux)?;
     let process = message.message(carrier.terminal())?;
     carrier.request(&mut vm, &AgentRequest::Enter { container: &state.id, process })?;

@@ -1,5 +1,6 @@
 //! `create`: the container's folders, cgroups and mounts, and its carrier.
 
+use crate::balloon::{self, Change};
 use crate::bundle::Bundle;
 use crate::line::{Create, Global};
 use crate::store::{ContainerRecord, Status, Store};
@@ -90,6 +91,7 @@ fn build(
         annotations: bundle.annotations.clone(),
         vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
         vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
+        memory_limit: bundle.memory_limit,
         vm_folder: sandbox.map_or_else(|| folder.clone(), |sandbox| sandbox.vm_folder),
         folder,
         cgroups,
@@ -102,6 +104,10 @@ fn build(
     state.cgroups = cgroup::make(&state.cgroups)?;
     store.save(&state)?;
     cgroup::limit(&state.cgroups, &bundle.host_limits)?;
+    if !state.has_own_vm() {
+        // An `update` before may have taken memory that this container is allowed.
+        balloon::fit(store, &state.vm_folder, Change::Deflate)?;
+    }
     mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
     let console = arguments.console_socket.as_deref();
     let carrier = carrier::start(global, &state, console, None)?;

@@ -23,11 +23,13 @@
 //! | `terminal` | pseudoterminals for engines |
 //! | `carrier` | the carrier of a container, and that of another process in it |
 //! | `resources` | limits, `update`, `events` |
+//! | `balloon` | memory that the guest returns to the host after `update` |
 //! | `create`, `lifecycle` | the other commands |
 //!
 //! The specification is `docs/spec/oci.md`.
 #![forbid(unsafe_code)]
 
+mod balloon;
 mod bundle;
 mod carrier;
 mod cgroup;

@@ -1,5 +1,6 @@
 //! Limits of containers in their guests and of VMs on the host, `update`, and `events`.
 
+use crate::balloon::{self, Change};
 use crate::cgroup::{self, HostLimits};
 use crate::line::Update;
 use crate::store::{ContainerRecord, Status, Store};
@@ -53,6 +54,11 @@ impl StatedLimits {
         }
     }
 
+    /// Returns the limit of memory in bytes; `None`: none.
+    pub fn memory_limit(&self) -> Option<u64> {
+        self.memory.and_then(limit).filter(|limit| *limit != u64::MAX)
+    }
+
     /// Returns the limits of the container in the guest.
     pub fn guest(&self) -> Limits {
         Limits {
@@ -88,7 +94,7 @@ fn limit(value: i64) -> Option<u64> {
 /// It does not run, the limits are malformed, or the VM has less memory.
 pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     let _lock = store.lock(&arguments.id)?;
-    let state = store.load(&arguments.id)?;
+    let mut state = store.load(&arguments.id)?;
     let stated = limits_of(arguments)?;
     let limits = stated.guest();
     let most = state.vm_memory;
@@ -100,13 +106,28 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     }
     let (mut vm, control) = connect(store, &state)?;
     control.request(&mut vm, &AgentRequest::Limit { container: &state.id, limits })?;
+    if limits.memory.is_some() {
+        state.memory_limit = stated.memory_limit();
+        store.save(&state)?;
+        // The host's limit waits for the memory that the guest returns.
+        balloon::fit(store, &state.vm_folder, Change::Inflate)?;
+    }
+    limit_host(&state, &stated)?;
+    match limits.memory {
+        Some(_) => balloon::fit(store, &state.vm_folder, Change::Deflate),
+        None => Ok(()),
+    }
+}
+
+/// Changes the limits of a VM's processes on the host.
+fn limit_host(state: &ContainerRecord, stated: &StatedLimits) -> Result<(), Failure> {
     // The VM of a pod is in the cgroup of its sandbox.
     if !state.has_own_vm() {
         return Ok(());
     }
     let limits = stated.host(bundle::extra(&state.annotations)?.0);
     cgroup::limit(&state.cgroups, &limits)?;
-    state.scope.map_or(Ok(()), |scope| scope.limit(&limits))
+    state.scope.as_ref().map_or(Ok(()), |scope| scope.limit(&limits))
 }
 
 fn limits_of(arguments: &Update) -> Result<StatedLimits, Failure> {
@@ -145,7 +166,8 @@ fn connect(
         }
     }
     let mut vm = AgentVm::attach(state.vm_folder.clone());
-    let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new())?;
+    let limit = bundle::agent_timeout(&state.annotations)?;
+    let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new(limit))?;
     let control = control.ok_or_else(|| refuse("the VM does not answer"))?;
     Ok((vm, control))
 }
@@ -237,7 +259,9 @@ mod tests {
             cpu_shares: Some(1024),
         };
         assert_eq!(stated.host(5), expected);
+        assert_eq!(stated.memory_limit(), Some(1 << 20));
         let unlimited = StatedLimits { memory: Some(-1), ..stated };
+        assert_eq!(unlimited.memory_limit(), None);
         assert_eq!(unlimited.host(5).memory, Some(u64::MAX));
     }
 

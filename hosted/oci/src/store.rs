@@ -51,6 +51,9 @@ pub struct ContainerRecord {
     pub vm_folder: PathBuf,
     /// Memory of the VM in bytes.
     pub vm_memory: u64,
+    /// Limit of memory in bytes; `None`: none. That of a sandbox is the sum of its containers'.
+    #[serde(default)]
+    pub memory_limit: Option<u64>,
     /// Scratch disk of the VM.
     pub vm_scratch: Option<PathBuf>,
     pub cgroups: Vec<PathBuf>,
@@ -238,6 +241,15 @@ impl Store {
         }
     }
 
+    /// Returns the containers that run, or are to run, in this VM.
+    pub fn in_vm(&self, vm_folder: &Path) -> Vec<ContainerRecord> {
+        let all = self.ids().into_iter().filter_map(|id| self.load(&id).ok());
+        let is_there = |state: &ContainerRecord| {
+            state.vm_folder == vm_folder && self.status(state) != Status::Stopped
+        };
+        all.filter(is_there).collect()
+    }
+
     /// Removes the folder of a container.
     ///
     /// # Errors
@@ -265,10 +277,13 @@ fn missing(id: &str, path: &Path, error: &io::Error) -> Failure {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod testing {
+    //! Containers for tests.
+
     use super::*;
 
-    fn state(id: &str, carrier: Option<ProcessId>) -> ContainerRecord {
+    /// Returns a container with a VM of its own.
+    pub fn state(id: &str, carrier: Option<ProcessId>) -> ContainerRecord {
         ContainerRecord {
             id: id.to_owned(),
             bundle: "/bundle".into(),
@@ -278,12 +293,19 @@ mod tests {
             folder: "/folder".into(),
             vm_folder: "/folder".into(),
             vm_memory: 64 << 20,
+            memory_limit: None,
             vm_scratch: None,
             cgroups: Vec::new(),
             scope: None,
             carrier,
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::state;
+    use super::*;
 
     #[test]
     fn containers_have_states() {
@@ -306,6 +328,8 @@ mod tests {
             assert_eq!(store.status(&store.load("a").unwrap()), status);
         }
         store.save(&state("a", Some(own))).unwrap();
+        assert_eq!(store.in_vm(Path::new("/folder")).len(), 1);
+        assert!(store.in_vm(Path::new("/other")).is_empty());
         store.note_start("a").unwrap();
         assert_eq!(store.status(&store.load("a").unwrap()), Status::Running);
         assert_eq!(store.ids(), ["a"]);

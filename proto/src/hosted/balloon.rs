@@ -1,7 +1,8 @@
-//! Statistics of the guest's memory, as its balloon driver reports them.
+//! Target of the balloon, and statistics of the guest's memory, as its balloon driver reports them.
 //!
-//! They are in the memory that the guest can overwrite: they are only displayed. The guest is asked
-//! only when a client requests statistics.
+//! They are in the memory that the guest can overwrite: the statistics are only displayed, and only
+//! the guest's own device reads the target. The guest is asked only when a client requests
+//! statistics.
 
 use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -30,7 +31,7 @@ pub mod tag {
     pub const CACHES: usize = 7;
 }
 
-/// Request for statistics, and the last report.
+/// Request for statistics, the last report, and the balloon's target.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct BalloonReport {
@@ -42,13 +43,22 @@ pub struct BalloonReport {
     pub tags: AtomicU64,
     /// Its values, by [`tag`].
     pub values: [AtomicU64; TAGS],
+    /// Target size of the balloon in pages of 4 KiB.
+    pub target: AtomicU64,
 }
 
 const _: () = assert!(layout::BALLOON + size_of::<BalloonReport>() as u64 <= layout::IDLE);
 
 impl BalloonReport {
-    /// Words in memory: request, number of reports, tags, values.
+    /// Words of request and report in memory: request, number of reports, tags, values.
     pub const WORDS: usize = 3 + TAGS;
+    /// Offset of the target in shared memory.
+    pub const TARGET: u64 = layout::BALLOON + core::mem::offset_of!(Self, target) as u64;
+
+    /// Returns the target in pages.
+    pub fn target_pages(&self) -> u32 {
+        u32::try_from(self.target.load(SeqCst)).unwrap_or(u32::MAX)
+    }
 
     /// Requests a report. The caller notifies the vCPU that serves the device.
     pub fn request(&self) {
@@ -100,7 +110,7 @@ mod tests {
     fn a_report_replaces_the_last_one() {
         let report = BalloonReport::default();
         let read = || {
-            let BalloonReport { requested, reports, tags, values } = &report;
+            let BalloonReport { requested, reports, tags, values, .. } = &report;
             let mut words = [requested, reports, tags].into_iter().chain(values);
             let words = core::array::from_fn(|_| words.next().map_or(0, |word| word.load(SeqCst)));
             Reported::from_words(&words)
@@ -113,6 +123,8 @@ mod tests {
         (values[tag::FREE], values[15]) = (Some(0), Some(u64::MAX));
         report.store(&values);
         assert_eq!(read(), Reported { reports: 1, values });
+        report.target.store(1 << 40, SeqCst);
+        assert_eq!(report.target_pages(), u32::MAX);
         values[15] = None;
         report.store(&values);
         assert_eq!(read(), Reported { reports: 2, values });

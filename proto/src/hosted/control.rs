@@ -14,6 +14,9 @@ pub const GO: u8 = b'g';
 /// Ask the guest for statistics of its memory ([`balloon`](super::balloon)). The acknowledgement
 /// does not wait for the guest.
 pub const MEMORY_STATISTICS: u8 = b'm';
+/// Change the size of the balloon to the target in shared memory ([`balloon`](super::balloon)). The
+/// acknowledgement does not wait for the guest.
+pub const BALLOON: u8 = b't';
 /// From the device process only: a vCPU has stopped for a debugger.
 pub const HALTED: u8 = b'H';
 /// From the device process only: a guest process was created.

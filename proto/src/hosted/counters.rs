@@ -8,7 +8,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::{MAX_NETS, MAX_QUEUES, layout};
+use super::{MAX_NETS, MAX_QUEUES, latency, layout};
 
 /// Kinds of operations of a device.
 pub const OPS: usize = 4;
@@ -47,7 +47,7 @@ pub mod op {
     }
 }
 
-/// Counters of one kind of operation, in a cache line of their own.
+/// Counters of one kind of operation, in cache lines of their own.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct OpCounters {
@@ -56,6 +56,7 @@ pub struct OpCounters {
     bytes: AtomicU64,
     nanoseconds: AtomicU64,
     longest: AtomicU64,
+    buckets: [AtomicU64; latency::BUCKETS],
 }
 
 /// Values of [`OpCounters`].
@@ -71,50 +72,71 @@ pub struct OpTotals {
     pub nanoseconds: u64,
     /// Longest of these times in nanoseconds.
     pub longest: u64,
+    /// Number of these times by [`latency::bucket`].
+    pub buckets: [u64; latency::BUCKETS],
+}
+
+/// Ended requests that [`OpCounters::add`] adds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EndedRequests {
+    /// Requests, or frames; failed ones included.
+    pub requests: u64,
+    /// Failed requests, or dropped frames.
+    pub failed: u64,
+    /// Bytes of the data of successful requests.
+    pub bytes: u64,
+    /// One time of all of them; `None`: none was measured.
+    pub nanoseconds: Option<u64>,
+}
+
+impl EndedRequests {
+    /// Returns one request. The bytes of a failed one do not count.
+    pub fn one(bytes: u64, is_failed: bool, nanoseconds: Option<u64>) -> Self {
+        let bytes = if is_failed { 0 } else { bytes };
+        Self { requests: 1, failed: is_failed.into(), bytes, nanoseconds }
+    }
 }
 
 impl OpTotals {
     /// Words of the counters in memory.
-    pub const WORDS: usize = size_of::<OpCounters>() / 8;
-
-    /// Returns the values for one request, which took `nanoseconds`. The bytes of a failed one do
-    /// not count.
-    pub fn one(bytes: u64, is_failed: bool, nanoseconds: u64) -> Self {
-        let bytes = if is_failed { 0 } else { bytes };
-        Self { requests: 1, failed: is_failed.into(), bytes, nanoseconds, longest: nanoseconds }
-    }
+    pub const WORDS: usize = 5 + latency::BUCKETS;
 
     /// Decodes the counters in memory.
     pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
-        let [requests, failed, bytes, nanoseconds, longest, ..] = *words;
-        Self { requests, failed, bytes, nanoseconds, longest }
+        let [requests, failed, bytes, nanoseconds, longest, buckets @ ..] = *words;
+        Self { requests, failed, bytes, nanoseconds, longest, buckets }
     }
 }
 
 impl OpCounters {
     /// Returns the values.
     pub fn totals(&self) -> OpTotals {
-        let Self { requests, failed, bytes, nanoseconds, longest } = self;
+        let Self { requests, failed, bytes, nanoseconds, longest, buckets } = self;
         let [requests, failed, bytes, nanoseconds, longest] =
             [requests, failed, bytes, nanoseconds, longest].map(|word| word.load(Relaxed));
-        OpTotals { requests, failed, bytes, nanoseconds, longest }
+        let buckets = buckets.each_ref().map(|word| word.load(Relaxed));
+        OpTotals { requests, failed, bytes, nanoseconds, longest, buckets }
     }
 
     /// Adds ended requests.
-    pub fn add(&self, done: &OpTotals) {
+    pub fn add(&self, ended: &EndedRequests) {
         for (counter, value) in [
-            (&self.requests, done.requests),
-            (&self.failed, done.failed),
-            (&self.bytes, done.bytes),
-            (&self.nanoseconds, done.nanoseconds),
+            (&self.requests, ended.requests),
+            (&self.failed, ended.failed),
+            (&self.bytes, ended.bytes),
+            (&self.nanoseconds, ended.nanoseconds.unwrap_or(0)),
         ] {
             if value != 0 {
                 counter.fetch_add(value, Relaxed);
             }
         }
+        let Some(time) = ended.nanoseconds else { return };
+        if let Some(bucket) = self.buckets.get(latency::bucket(time)) {
+            bucket.fetch_add(1, Relaxed);
+        }
         // Rarely written.
-        if done.longest > self.longest.load(Relaxed) {
-            self.longest.fetch_max(done.longest, Relaxed);
+        if time > self.longest.load(Relaxed) {
+            self.longest.fetch_max(time, Relaxed);
         }
     }
 }
@@ -134,6 +156,7 @@ pub struct VmCounters {
     devices: [DeviceCounters; DEVICES],
 }
 
+const _: () = assert!(OpTotals::WORDS * 8 <= size_of::<OpCounters>());
 const _: () = assert!(size_of::<VmCounters>() as u64 <= layout::COUNTERS_LENGTH);
 const _: () = assert!(layout::SETUP + layout::SETUP_LENGTH <= layout::COUNTERS);
 const _: () = assert!(layout::COUNTERS + layout::COUNTERS_LENGTH <= layout::WEDGE_END);
@@ -164,13 +187,18 @@ mod tests {
     #[test]
     fn requests_add_up() {
         let counters = OpCounters::default();
-        counters.add(&OpTotals::one(512, false, 30));
-        counters.add(&OpTotals::one(512, true, 70));
-        counters.add(&OpTotals::one(4096, false, 20));
+        counters.add(&EndedRequests::one(512, false, Some(30)));
+        counters.add(&EndedRequests::one(512, true, Some(7000)));
+        counters.add(&EndedRequests::one(4096, false, Some(20)));
+        // Frames, whose time is not measured.
+        counters.add(&EndedRequests::one(100, false, None));
         let totals = counters.totals();
-        assert_eq!((totals.requests, totals.failed, totals.bytes), (3, 1, 4608));
-        assert_eq!((totals.nanoseconds, totals.longest), (120, 70));
-        assert_eq!(OpTotals::from_words(&[3, 1, 4608, 120, 70, 0, 0, 0]), totals);
+        assert_eq!((totals.requests, totals.failed, totals.bytes), (4, 1, 4708));
+        assert_eq!((totals.nanoseconds, totals.longest), (7050, 7000));
+        assert_eq!(totals.buckets[..3], [2, 1, 0]);
+        let mut words = [0; OpTotals::WORDS];
+        words[..7].copy_from_slice(&[4, 1, 4708, 7050, 7000, 2, 1]);
+        assert_eq!(OpTotals::from_words(&words), totals);
     }
 
     #[test]

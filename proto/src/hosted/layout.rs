@@ -33,7 +33,7 @@ pub const SETUP_LENGTH: u64 = 0x1000;
 /// workers.
 pub const COUNTERS: u64 = 0x7790_0000;
 /// Length of the counters in bytes.
-pub const COUNTERS_LENGTH: u64 = 0x2000;
+pub const COUNTERS_LENGTH: u64 = 0x8000;
 /// Mailbox shared by the kernel process and the user process of an address space, if user mode
 /// runs in processes of its own.
 pub const MAILBOX: u64 = 0x7700_0000;

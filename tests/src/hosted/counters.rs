@@ -4,7 +4,8 @@
 use super::control::Controlled;
 use super::{Rig, SLOW, start};
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use proto::hosted::latency;
+use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
@@ -95,6 +96,9 @@ fn measure(rig: &Rig, shared: &Path) -> Result<()> {
     ensure!(share["tag"] == "host" && share["read"]["bytes"] == 3 * MIB, "{share}");
     ensure!(number(&share["write"]["bytes"])? >= MIB, "{share}");
     ensure!(number(&share["other"]["requests"])? > 10, "{share}");
+    for op in ["read", "write"] {
+        ensure!(times_in(&share[op])? == number(&share[op]["requests"])?, "{op}: {share}");
+    }
     network(&now["nets"][0], &numbers(&shared.join("net"))?)?;
     memory(&now["guest_memory"], &shared.join("memory"))?;
     times(&now)?;
@@ -105,7 +109,13 @@ fn measure(rig: &Rig, shared: &Path) -> Result<()> {
         0,
         &format!("disk_written_bytes_total{{disk=\"disk1\"}} {bytes}\n"),
     )?;
+    let requests = &now["disks"][1]["write"]["requests"];
+    let metric = "disk_request_seconds_bucket{disk=\"disk1\",op=\"write\",le=\"+Inf\"}";
+    machine.told(&["metrics"], 0, &format!("{metric} {requests}\n"))?;
     machine.told(&["top", "-n", "1"], 0, "  disk1 write bytes\n")?;
+    machine.told(&["top", "-n", "1"], 0, "  disk1 write p99 us\n")?;
+
+    balloon(&machine)?;
 
     File::create(shared.join("go")).context("cannot write a file")?;
     appears(&shared.join("unbound"))?;
@@ -120,6 +130,33 @@ fn measure(rig: &Rig, shared: &Path) -> Result<()> {
     File::create(shared.join("end")).context("cannot write a file")?;
     let (code, messages) = machine.wait()?;
     ensure!(code == Some(0), "{code:?}: {messages}");
+    Ok(())
+}
+
+/// Changes the balloon while the guest runs.
+fn balloon(machine: &Controlled<'_>) -> Result<()> {
+    let free = |target: u64, is_reached: &dyn Fn(u64) -> bool| -> Result<u64> {
+        let deadline = Instant::now() + SLOW;
+        loop {
+            let (now, _) = stats(machine)?;
+            ensure!(now["balloon_bytes"] == target, "{}", now["balloon_bytes"]);
+            let free = number(&now["guest_memory"]["free_bytes"])?;
+            if is_reached(free) {
+                return Ok(free);
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{free} bytes are free, with {target} in the balloon"
+            );
+            sleep(Duration::from_millis(600));
+        }
+    };
+    let before = free(0, &|_| true)?;
+    machine.told(&["balloon", "100G"], 1, "leaves the guest less than 64 MiB")?;
+    machine.told(&["balloon", "96M"], 0, "running")?;
+    let less = free(96 * MIB, &|free| free + 96 * MIB < before + CHANGE)?;
+    machine.told(&["balloon", "0K"], 0, "running")?;
+    free(0, &|free| free + CHANGE > less + 96 * MIB)?;
     Ok(())
 }
 
@@ -138,12 +175,21 @@ fn disks(now: &Value, shared: &Path) -> Result<()> {
             ensure!(host["bytes"] == guest[sectors] * 512, "{name} {op}: {host}, {guest:?}");
             let (time, longest) = (number(&host["time_ns"])?, number(&host["max_ns"])?);
             ensure!(0 < longest && longest <= time && host["failed"] == 0, "{name} {op}: {host}");
+            ensure!(times_in(host)? == number(&host["requests"])?, "{name} {op}: {host}");
         }
         ensure!(number(&disk["flush"]["requests"])? > 0, "{disk}");
     }
     ensure!(number(&now["disks"][1]["read"]["bytes"])? >= 4 * MIB, "{now}");
     ensure!(number(&now["disks"][1]["write"]["bytes"])? >= 8 * MIB, "{now}");
     Ok(())
+}
+
+/// Returns the number of times in a histogram, whose last bucket holds the longest time.
+fn times_in(host: &Value) -> Result<u64> {
+    let histogram = host["histogram"].as_array().context("no histogram")?;
+    let counts = histogram.iter().map(number).collect::<Result<Vec<_>>>()?;
+    ensure!(counts.len() == latency::bucket(number(&host["max_ns"])?) + 1, "{host}");
+    Ok(counts.iter().sum())
 }
 
 /// Compares with the guest's counters of its card.
@@ -158,7 +204,8 @@ fn network(net: &Value, guest: &[u64]) -> Result<()> {
         );
         ensure!(bytes >= 5 * 1042 && net[direction]["dropped"] == 0, "{net}");
     }
-    ensure!(number(&net["transmit"]["time_ns"])? > 0, "{net}");
+    ensure!(number(&net["transmit"]["time_ns"])? > 0 && times_in(&net["transmit"])? > 0, "{net}");
+    ensure!(net["receive"]["histogram"] == json!([]), "{net}");
     Ok(())
 }
 

@@ -32,7 +32,7 @@ const CASE: Case =
     Case { options: &[], root: "/", command: &[], input: "", code: 0, output: "", errors: "" };
 
 /// `FOLDER` stands for the current folder.
-const CASES: [Case; 18] = [
+const CASES: [Case; 19] = [
     Case {
         command: &["sh", "-c", "echo out; echo err >&2; exit 42"],
         code: 42,
@@ -98,6 +98,13 @@ const CASES: [Case; 18] = [
         ..CASE
     },
     Case { options: &["-m", "1"], command: &["true"], code: 125, errors: "invalid", ..CASE },
+    Case {
+        options: &["--agent-timeout", "2h"],
+        command: &["true"],
+        code: 125,
+        errors: "expected 1s to 1h (got 2h)",
+        ..CASE
+    },
 ];
 
 /// Connects to the agent over the guest's own address (`AF_VSOCK`, `VMADDR_CID_LOCAL`), and prints

@@ -381,7 +381,33 @@ fn limits(engine: &Engine) -> Result<()> {
     let after = statistics()?;
     let is_changed = after["memory"]["usage"]["limit"] == 32 << 20 && after["pids"]["limit"] == 9;
     ensure!(is_changed, "{after}");
-    engine.refused(&["update", "--memory", "1073741824", "a"], "exceeds the memory of the VM")
+    engine.refused(&["update", "--memory", "1073741824", "a"], "exceeds the memory of the VM")?;
+    balloon(engine, &cgroup)
+}
+
+/// The guest of container `a` returns the memory that its lowered limit leaves over, and gets it
+/// back when the limit rises.
+fn balloon(engine: &Engine, cgroup: &str) -> Result<()> {
+    // 32 MiB less than at the start, in pages.
+    const LESS: u64 = (32 << 20) / 4096;
+    let pages = |event: &str| -> Result<u64> {
+        let text = engine.succeed(&["exec", "a", "grep", event, "/proc/vmstat"])?;
+        let count = text.split_whitespace().nth(1).and_then(|count| count.parse().ok());
+        count.with_context(|| format!("no count of {event}: {text}"))
+    };
+    let wait_for = |event: &str| -> Result<()> {
+        let deadline = Instant::now() + SLOW;
+        while pages(event)? < LESS {
+            ensure!(Instant::now() < deadline, "{event}: {} pages of {LESS}", pages(event)?);
+        }
+        Ok(())
+    };
+    wait_for("balloon_inflate")?;
+    let before = pages("balloon_deflate")?;
+    ensure!(before < LESS, "{before} pages are back before the limit rises");
+    engine.succeed(&["update", "--memory", "67108864", "a"])?;
+    ensure_host_memory(cgroup, 64 + 64 + 32)?;
+    wait_for("balloon_deflate")
 }
 
 /// Configurations that a VM cannot carry out leave nothing.

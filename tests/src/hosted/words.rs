@@ -100,7 +100,7 @@ pub fn all() -> Result<Vec<Word>> {
         };
     }
     fields!("debug", layout::DEBUG, DebugState; wanted halt_pending breakpoints vcpus);
-    fields!("balloon", layout::BALLOON, BalloonReport; requested reports tags values);
+    fields!("balloon", layout::BALLOON, BalloonReport; requested reports tags values target);
     fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch target);
     Ok(words)
 }

@@ -24,14 +24,14 @@ impl BalloonEndpoint {
     /// Creates the back end if the loader requests a balloon.
     pub fn new(start: &Start) -> Option<Self> {
         let wanted = start.balloon.checked_sub(1)?;
-        shared().balloon.wanted.store(u32::try_from(wanted).unwrap_or(u32::MAX), Relaxed);
+        report().target.store(wanted, SeqCst);
         Some(Self { ram: Ram::new(start) })
     }
 }
 
 impl BalloonBackend for BalloonEndpoint {
     fn target_pages(&self) -> u32 {
-        shared().balloon.wanted.load(SeqCst)
+        report().target_pages()
     }
 
     fn set_inflated(&mut self, pages: u32) {
@@ -63,7 +63,7 @@ impl BalloonBackend for BalloonEndpoint {
     }
 }
 
-/// Returns the guest's statistics.
+/// Returns the guest's statistics, and the target.
 pub fn report() -> &'static BalloonReport {
     BalloonReport::get()
 }

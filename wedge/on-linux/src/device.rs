@@ -325,6 +325,7 @@ impl DeviceServer {
                 balloon::report().request();
                 self.raise_event(0, event::BALLOON);
             }
+            control::BALLOON => self.raise_event(0, event::BALLOON),
             control::HALT => self.halt(),
             control::GO => debug::shared().vcpus.iter().for_each(|vcpu| sys::wake(&vcpu.command)),
             _ => return,

@@ -66,6 +66,15 @@ impl<'a> CommandExecutor<'a> {
                 (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
                 (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
                 (Command::MemoryStatistics, State::Running) => byte::MEMORY_STATISTICS,
+                (Command::Balloon(bytes), State::Running) => {
+                    match self.control.set_balloon(bytes) {
+                        Ok(()) => byte::BALLOON,
+                        Err(text) => {
+                            let _ = answer.send(Err(text));
+                            continue;
+                        }
+                    }
+                }
                 (Command::Pause, State::Running) => byte::PAUSE,
                 (Command::Resume, State::Paused) => byte::RESUME,
                 (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
@@ -73,7 +82,7 @@ impl<'a> CommandExecutor<'a> {
                     let _ = answer.send(Err("the VM is already paused".to_owned()));
                     continue;
                 }
-                (Command::MemoryStatistics, State::Paused) => {
+                (Command::MemoryStatistics | Command::Balloon(_), State::Paused) => {
                     let _ = answer.send(Err("the VM is paused".to_owned()));
                     continue;
                 }
@@ -134,7 +143,7 @@ impl<'a> CommandExecutor<'a> {
                     status.notify_debugger();
                     continue;
                 }
-                byte::HALT | byte::GO | byte::MEMORY_STATISTICS => {
+                byte::HALT | byte::GO | byte::MEMORY_STATISTICS | byte::BALLOON => {
                     let state = status.state;
                     drop(status);
                     self.answer(byte, state);

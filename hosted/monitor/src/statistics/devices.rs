@@ -1,5 +1,6 @@
 //! Counters of a VM's devices, from the memory of its workers, which no guest can change.
 
+use super::latency::LatencyHistogram;
 use crate::config::Config;
 use hosted_command::failure::{Failure, IoContext};
 use proto::hosted::counters::{OpTotals, VmCounters, op};
@@ -27,12 +28,15 @@ pub struct Requests {
     pub time_ns: u64,
     /// Longest of these times in nanoseconds.
     pub max_ns: u64,
+    /// Number of these times by length.
+    pub histogram: LatencyHistogram,
 }
 
 impl From<OpTotals> for Requests {
     fn from(totals: OpTotals) -> Self {
-        let OpTotals { requests, failed, bytes, nanoseconds, longest } = totals;
-        Self { requests, failed, bytes, time_ns: nanoseconds, max_ns: longest }
+        let OpTotals { requests, failed, bytes, nanoseconds, longest, buckets } = totals;
+        let (time_ns, max_ns, histogram) = (nanoseconds, longest, LatencyHistogram(buckets));
+        Self { requests, failed, bytes, time_ns, max_ns, histogram }
     }
 }
 
@@ -64,12 +68,15 @@ pub struct FrameStatistics {
     pub time_ns: u64,
     /// Longest of these waits in nanoseconds.
     pub max_ns: u64,
+    /// Number of these waits by length. Several frames can have one.
+    pub histogram: LatencyHistogram,
 }
 
 impl From<OpTotals> for FrameStatistics {
     fn from(totals: OpTotals) -> Self {
-        let OpTotals { requests, failed, bytes, nanoseconds, longest } = totals;
-        Self { frames: requests, dropped: failed, bytes, time_ns: nanoseconds, max_ns: longest }
+        let OpTotals { requests, failed, bytes, nanoseconds, longest, buckets } = totals;
+        let (time_ns, max_ns, histogram) = (nanoseconds, longest, LatencyHistogram(buckets));
+        Self { frames: requests, dropped: failed, bytes, time_ns, max_ns, histogram }
     }
 }
 
@@ -162,7 +169,7 @@ mod tests {
         let file = File::from(create().unwrap());
         assert!(file.set_len(1).is_err() && file.set_len(1 << 20).is_err(), "it is sealed");
         let put = |device: usize, op: usize, value: u64| {
-            let words = [value, 1, value << 9, 9, 7].map(u64::to_le_bytes);
+            let words = [value, 1, value << 9, 9, 7, 0, value].map(u64::to_le_bytes);
             file.write_all_at(words.as_flattened(), VmCounters::offset(device, op)).unwrap();
         };
         let config = Config {
@@ -177,9 +184,12 @@ mod tests {
         let DeviceStatistics { disks, nets, shares } = DeviceStatistics::read(&config, Some(&file));
         let names: Vec<_> = disks.iter().map(|disk| &disk.name[..]).collect();
         assert_eq!(names, ["disk0", "data"]);
-        let wanted = Requests { requests: 5, failed: 1, bytes: 5 << 9, time_ns: 9, max_ns: 7 };
+        let histogram = LatencyHistogram::from(vec![0, 5]);
+        let bytes = 5 << 9;
+        let wanted = Requests { requests: 5, failed: 1, bytes, time_ns: 9, max_ns: 7, histogram };
         assert_eq!((disks[0].write, disks[1].write), (Requests::default(), wanted));
         assert_eq!((nets.len(), &nets[0].name[..], nets[0].transmit.frames), (1, "net0", 6));
+        assert_eq!(nets[0].transmit.histogram, LatencyHistogram::from(vec![0, 6]));
         assert_eq!((&shares[1].tag[..], shares[1].other.requests), ("two", 7));
         assert_eq!((shares[0].other, nets[0].receive), Default::default());
         assert_eq!(DeviceStatistics::read(&config, None).disks[1].write, Requests::default());

@@ -1,7 +1,8 @@
 //! Statistics of VMs as metrics for Prometheus. Names of devices' metrics follow those of its
 //! exporter of hosts (`node_exporter`).
 
-use super::devices::{DiskStatistics, NetStatistics, Requests, ShareStatistics};
+use super::devices::{DiskStatistics, FrameStatistics, NetStatistics, Requests, ShareStatistics};
+use super::latency::LatencyHistogram;
 use super::{GuestMemory, Statistics};
 use crate::state::State;
 use std::collections::BTreeMap;
@@ -12,8 +13,15 @@ struct Family {
     name: &'static str,
     kind: &'static str,
     help: &'static str,
-    /// Labels and values.
-    values: Vec<(Vec<Label>, String)>,
+    samples: Vec<Sample>,
+}
+
+/// Value of a metric.
+struct Sample {
+    /// End of the name: those of histograms have several.
+    suffix: &'static str,
+    labels: Vec<Label>,
+    value: String,
 }
 
 /// Label of a value: name and value.
@@ -28,23 +36,25 @@ pub fn prometheus(vms: &[(Option<&str>, Statistics)]) -> String {
     for (vm, statistics) in vms {
         for mut family in statistics.families() {
             let named = vm.map(|name| ("vm", name.to_owned()));
-            family.values.iter_mut().for_each(|(labels, _)| labels.extend(named.clone()));
+            for sample in &mut family.samples {
+                sample.labels.extend(named.clone());
+            }
             // All values of a metric are together.
             match families.iter_mut().find(|known| known.name == family.name) {
-                Some(known) => known.values.extend(family.values),
+                Some(known) => known.samples.extend(family.samples),
                 None => families.push(family),
             }
         }
     }
     let mut text = String::new();
-    for Family { name, kind, help, values } in families {
+    for Family { name, kind, help, samples } in families {
         // Writing to a string does not fail.
         let _ = writeln!(text, "# HELP parador_{name} {help}\n# TYPE parador_{name} {kind}");
-        for (labels, value) in values {
+        for Sample { suffix, labels, value } in samples {
             let labels = labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escape(value)));
             let labels = labels.collect::<Vec<_>>().join(",");
             let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
-            let _ = writeln!(text, "parador_{name}{labels} {value}");
+            let _ = writeln!(text, "parador_{name}{suffix}{labels} {value}");
         }
     }
     text
@@ -63,31 +73,62 @@ impl Metrics {
         help: &'static str,
         values: impl IntoIterator<Item = (Vec<Label>, String)>,
     ) {
-        self.0.push(Family { name, kind, help, values: values.into_iter().collect() });
+        let values = values.into_iter();
+        let samples = values.map(|(labels, value)| Sample { suffix: "", labels, value }).collect();
+        self.0.push(Family { name, kind, help, samples });
     }
 
-    /// Adds four metrics of requests, by device and operation: their number, failures, sum of
-    /// times, longest time. `texts`: names and help of these; `rows`: the requests by device.
+    /// Adds histograms of times in seconds: with these labels, the histogram, and the sum of times
+    /// in nanoseconds.
+    fn add_histograms<'a>(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        all: impl IntoIterator<Item = (Vec<Label>, &'a LatencyHistogram, u64)>,
+    ) {
+        let samples = all.into_iter().flat_map(|(labels, histogram, time_ns)| {
+            let sample = |suffix, more: Option<Label>, value| {
+                let labels = labels.iter().cloned().chain(more).collect();
+                Sample { suffix, labels, value }
+            };
+            let buckets = histogram.cumulative().map(|(bound, count)| {
+                // The shortest text that is the same number, without an exponent.
+                let bound = bound.map(|bound| (bound as f64 / 1e9).to_string());
+                let bound = bound.unwrap_or_else(|| "+Inf".to_owned());
+                sample("_bucket", Some(("le", bound)), count.to_string())
+            });
+            let sum = sample("_sum", None, precise_seconds(time_ns));
+            let count = sample("_count", None, histogram.count().to_string());
+            buckets.chain([sum, count]).collect::<Vec<_>>()
+        });
+        self.0.push(Family { name, kind: HISTOGRAM, help, samples: samples.collect() });
+    }
+
+    /// Adds four metrics of requests, by device and operation: their number, failures, longest
+    /// time, times. `texts`: names and help of these; `rows`: the requests by device.
     fn add_requests<const N: usize>(
         &mut self,
         label: &'static str,
         texts: [(&'static str, &'static str); 4],
         rows: &[(&String, [(&'static str, &Requests); N])],
     ) {
-        let kinds: [(&'static str, RequestValue); 4] = [
+        let kinds: [(&'static str, RequestValue); 3] = [
             (COUNTER, |of| of.requests.to_string()),
             (COUNTER, |of| of.failed.to_string()),
-            (COUNTER, |of| precise_seconds(of.time_ns)),
             (GAUGE, |of| precise_seconds(of.max_ns)),
         ];
+        let all = || {
+            rows.iter().flat_map(|(device, ops)| {
+                let labels = |op: &str| vec![(label, (*device).clone()), ("op", op.to_owned())];
+                ops.map(|(op, of)| (labels(op), of))
+            })
+        };
+        let [.., times] = texts;
         for ((name, help), (kind, value)) in texts.into_iter().zip(kinds) {
-            let values = rows.iter().flat_map(|(device, ops)| {
-                ops.map(|(op, of)| {
-                    (vec![(label, (*device).clone()), ("op", op.to_owned())], value(of))
-                })
-            });
-            self.add(name, kind, help, values);
+            self.add(name, kind, help, all().map(|(labels, of)| (labels, value(of))));
         }
+        let times_of = all().map(|(labels, of)| (labels, &of.histogram, of.time_ns));
+        self.add_histograms(times.0, times.1, times_of);
     }
 
     /// Adds a metric with one value.
@@ -119,6 +160,7 @@ fn precise_seconds(nanoseconds: u64) -> String {
 
 const COUNTER: &str = "counter";
 const GAUGE: &str = "gauge";
+const HISTOGRAM: &str = "histogram";
 
 impl Statistics {
     /// Returns the metrics of this VM.
@@ -183,6 +225,8 @@ impl Statistics {
         metrics.one("memory_bytes", GAUGE, "Guest memory.", self.memory_bytes.to_string());
         let help = "Guest memory allocated by the host.";
         metrics.one("memory_used_bytes", GAUGE, help, self.memory_used_bytes.to_string());
+        let help = "Target size of the balloon.";
+        metrics.some("balloon_bytes", GAUGE, help, self.balloon_bytes);
         let Some(memory) = &self.guest_memory else { return };
         let GuestMemory { age_ms, total_bytes, free_bytes, available_bytes, cache_bytes, .. } =
             *memory;
@@ -227,8 +271,8 @@ impl Statistics {
         let texts = [
             ("disk_requests_total", "Ended requests of the disk."),
             ("disk_failed_requests_total", "Failed ones of them."),
-            ("disk_request_seconds_total", "Sum of the requests' times."),
-            ("disk_request_max_seconds", "Longest of these times."),
+            ("disk_request_max_seconds", "Longest time of one."),
+            ("disk_request_seconds", "Times of the requests."),
         ];
         metrics.add_requests("disk", texts, &rows);
     }
@@ -254,8 +298,11 @@ impl Statistics {
         let values = frames(|net| net.transmit.dropped.to_string());
         metrics.add("network_transmit_drop_total", COUNTER, "Frames refused by the host.", values);
         let help = "Time for which frames from the guest waited for the host to take them.";
-        let values = frames(|net| precise_seconds(net.transmit.time_ns));
-        metrics.add("network_transmit_seconds_total", COUNTER, help, values);
+        let waits = self.nets.iter().map(|net| {
+            let FrameStatistics { histogram, time_ns, .. } = &net.transmit;
+            (vec![("net", net.name.clone())], histogram, *time_ns)
+        });
+        metrics.add_histograms("network_transmit_seconds", help, waits);
         let values = frames(|net| precise_seconds(net.transmit.max_ns));
         metrics.add("network_transmit_max_seconds", GAUGE, "Longest of these waits.", values);
     }
@@ -278,8 +325,8 @@ impl Statistics {
         let texts = [
             ("share_requests_total", "Ended 9P messages."),
             ("share_failed_requests_total", "Failed ones of them."),
-            ("share_request_seconds_total", "Sum of the messages' times."),
-            ("share_request_max_seconds", "Longest of these times."),
+            ("share_request_max_seconds", "Longest time of one."),
+            ("share_request_seconds", "Times of the messages."),
         ];
         metrics.add_requests("share", texts, &rows);
     }
@@ -324,6 +371,8 @@ mod tests {
         }
         assert!(!text.contains("guest_memory_available"), "the guest does not report it");
         assert_eq!(text.matches("# TYPE parador_state ").count(), 1, "{text}");
+        let bucket = "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"+Inf\",vm=\"b\"} 2";
+        assert!(text.contains(bucket), "{text}");
         let text = prometheus(&[(None, statistics)]);
         for line in [
             "parador_cpu_steal_seconds 1.002",
@@ -335,7 +384,16 @@ mod tests {
             "parador_wedge_total{what=\"calls_by_signal\"} 7",
             "parador_sites_total{kind=\"cli\"} 18446744073709551615",
             "# TYPE parador_resets_total counter",
-            "parador_disk_request_seconds_total{disk=\"disk0\",op=\"read\"} 1.500000000",
+            "# TYPE parador_disk_request_seconds histogram",
+            "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"0.000004\"} 1",
+            "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"0.000008\"} 1",
+            "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"0.000016\"} 2",
+            "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"8.388608\"} 2",
+            "parador_disk_request_seconds_bucket{disk=\"disk0\",op=\"read\",le=\"+Inf\"} 2",
+            "parador_disk_request_seconds_sum{disk=\"disk0\",op=\"read\"} 1.500000000",
+            "parador_disk_request_seconds_count{disk=\"disk0\",op=\"read\"} 2",
+            "parador_share_request_seconds_count{share=\"tag\",op=\"other\"} 0",
+            "parador_network_transmit_seconds_bucket{net=\"net0\",le=\"+Inf\"} 0",
             "parador_disk_request_max_seconds{disk=\"disk0\",op=\"read\"} 0.000000700",
             "parador_disk_failed_requests_total{disk=\"disk0\",op=\"flush\"} 1",
             "parador_network_receive_bytes_total{net=\"net0\"} 1514",
@@ -343,6 +401,7 @@ mod tests {
             "parador_share_requests_total{share=\"tag\",op=\"other\"} 9",
             "parador_vcpu_seconds_total{vcpu=\"1\",state=\"steal\"} 0.070",
             "parador_guest_memory_free_bytes 2048",
+            "parador_balloon_bytes 4096",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}:\n{text}");
         }

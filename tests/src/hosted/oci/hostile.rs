@@ -4,6 +4,7 @@ use super::Engine;
 use crate::hosted::succeed;
 use crate::system::artifacts;
 use anyhow::{Context, Result, ensure};
+use serde_json::json;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ const RELEASE: &str = ".parador_release";
 /// Deed of the agent, and part of the message about it.
 const CASES: [(&str, &str); 4] = [
     ("version", "the agent has version 99 of the protocol"),
-    ("silence", "no agent has answered within 10 s"),
+    ("silence", "no agent has answered within 3 s"),
     ("create", "a message is malformed"),
     ("run", "a message is too long"),
 ];
@@ -57,7 +58,13 @@ pub fn agents() -> Result<()> {
     let mut engine = Engine::new()?;
     for (mode, text) in CASES {
         engine.artifacts = make_artifacts(&engine, mode)?;
-        engine.bundle(mode, "true", |_| {})?;
+        let annotations = json!({ "dev.parador.agent_timeout": "3s" });
+        let is_silent = mode == "silence";
+        engine.bundle(mode, "true", |config| {
+            if is_silent {
+                config["annotations"] = annotations;
+            }
+        })?;
         let run = ["run", "--bundle", mode, mode];
         match mode {
             "run" => {

@@ -8,12 +8,9 @@ use crate::state::owned::Owned;
 /// Number of TLS descriptors.
 pub const TLS_COUNT: usize = 3;
 
-/// State shared by the guest's balloon device and `parador`. The guest can overwrite it.
+/// State of the guest's balloon device. The guest can overwrite it.
 #[repr(C)]
 pub struct BalloonState {
-    /// Target in pages. Changes are notified by
-    /// [`event::BALLOON`](crate::state::shared::event::BALLOON).
-    pub wanted: AtomicU32,
     /// Pages in the balloon, as the guest reports.
     pub actual: AtomicU32,
 }
