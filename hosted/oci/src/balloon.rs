@@ -4,7 +4,7 @@
 //! A VM is made for the limits at its start, so its balloon is empty until `update` lowers one. The
 //! guest takes memory back before it would have to kill a process, however large the balloon is.
 
-use crate::bundle;
+use crate::annotations;
 use crate::store::{ContainerRecord, Store};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_monitor::ctl;
@@ -72,8 +72,8 @@ fn size(containers: &[ContainerRecord]) -> Result<u64, Failure> {
     // A sandbox without containers runs nothing yet.
     let sum = sum.filter(|_| members().next().is_some());
     let Some(limit) = owner.memory_limit.into_iter().chain(sum).min() else { return Ok(0) };
-    let extra = bundle::extra(&owner.annotations)?;
-    let needed = limit.saturating_add(extra.0).max(bundle::LEAST.0);
+    let extra = annotations::extra(&owner.annotations)?;
+    let needed = limit.saturating_add(extra.0).max(annotations::LEAST.0);
     Ok(owner.vm_memory.saturating_sub(needed) / PAGE * PAGE)
 }
 

@@ -1,6 +1,7 @@
 //! Configurations of containers: what a VM cannot do is refused, and its size follows from limits
 //! and annotations.
 
+use crate::annotations;
 use crate::cgroup::HostLimits;
 use crate::mounts::MountPlan;
 use crate::refuse;
@@ -17,14 +18,6 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 const CONFIGURATION: &str = "config.json";
-/// Annotations for VMs.
-const PREFIX: &str = "dev.parador.";
-/// Memory beyond the container's limit.
-const EXTRA: &str = "dev.parador.memory";
-/// Memory without a limit.
-const DEFAULT: &str = "dev.parador.default_memory";
-/// Time limit for the first answer of the agent.
-const AGENT_TIMEOUT: &str = "dev.parador.agent_timeout";
 /// Annotations of containerd and of CRI-O: the kind of a container, and the name of its sandbox.
 const KINDS: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const SANDBOXES: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
@@ -34,20 +27,11 @@ const SUM_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
 const SUM_QUOTA: &str = "io.kubernetes.cri.sandbox-cpu-quota";
 const SUM_PERIOD: &str = "io.kubernetes.cri.sandbox-cpu-period";
 const SUM_SHARES: &str = "io.kubernetes.cri.sandbox-cpu-shares";
-/// Scratch disk for changes of the root directory: its size, or [`SCRATCH_ON`].
-const SCRATCH: &str = "dev.parador.scratch";
-const SCRATCH_ON: &str = "on";
-/// Size of a scratch disk without a stated one.
-const SCRATCH_SIZE: Size = Size(8 << 30);
-/// Least size of a scratch disk.
-const LEAST_SCRATCH: Size = Size(16 << 20);
 /// Microseconds of CPU time are granted for this period, unless another one is stated.
 const PERIOD: u64 = 100_000;
 /// Character devices that a guest has (`Documentation/admin-guide/devices.txt` in Linux).
 const DEVICES: [(i64, i64); 9] =
     [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 1), (5, 2)];
-/// Least memory of a VM, and what a guest needs besides its containers.
-pub const LEAST: Size = Size(64 << 20);
 
 /// Configuration of a container, checked.
 #[derive(Debug)]
@@ -118,10 +102,10 @@ impl Bundle {
         let (memory, cpus) = size(&limits, &annotations)?;
         let host_limits = match sandbox {
             Some(_) => HostLimits::default(),
-            None => limits.host(extra(&annotations)?.0),
+            None => limits.host(annotations::extra(&annotations)?.0),
         };
-        let scratch = scratch(&annotations)?;
-        let agent_timeout = agent_timeout(&annotations)?;
+        let scratch = annotations::scratch(&annotations)?;
+        let agent_timeout = annotations::agent_timeout(&annotations)?;
         Ok(Self {
             rootfs: path.join(root.path()),
             is_read_only: root.readonly().unwrap_or_default(),
@@ -201,24 +185,6 @@ fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<Path
     Ok((namespaces, network))
 }
 
-/// Reads an annotation with a size.
-fn parse_size(name: &str, text: &str) -> Result<Size, Failure> {
-    Size::parse(text).map_err(|error| refuse(format!("annotation {name}: {error}")))
-}
-
-/// Returns the size of the scratch disk.
-fn scratch(annotations: &HashMap<String, String>) -> Result<Option<Size>, Failure> {
-    let size = match annotations.get(SCRATCH).map(String::as_str) {
-        None => return Ok(None),
-        Some(SCRATCH_ON) => SCRATCH_SIZE,
-        Some(text) => parse_size(SCRATCH, text)?,
-    };
-    match size.0 < LEAST_SCRATCH.0 {
-        true => Err(refuse(format!("annotation {SCRATCH}: a disk has at least 16M"))),
-        false => Ok(Some(size)),
-    }
-}
-
 /// Returns the limits that size a VM: those of the container, or for a sandbox the sums that
 /// containerd states. A sandbox's own share of CPU time does not concern its containers.
 fn limits(linux: &Linux, annotations: &HashMap<String, String>) -> Result<StatedLimits, Failure> {
@@ -245,37 +211,14 @@ fn sum<T: FromStr + Default + PartialEq>(
     Ok(Some(value).filter(|value| *value != T::default()))
 }
 
-/// Returns the memory of a guest besides its containers.
-///
-/// # Errors
-/// The annotation is malformed.
-pub fn extra(annotations: &HashMap<String, String>) -> Result<Size, Failure> {
-    annotations.get(EXTRA).map_or(Ok(LEAST), |text| parse_size(EXTRA, text))
-}
-
-/// Returns the time limit for the first answer of the agent.
-///
-/// # Errors
-/// The annotation is malformed.
-pub fn agent_timeout(annotations: &HashMap<String, String>) -> Result<AgentTimeout, Failure> {
-    let Some(text) = annotations.get(AGENT_TIMEOUT) else { return Ok(AgentTimeout::default()) };
-    AgentTimeout::parse(text)
-        .map_err(|error| refuse(format!("annotation {AGENT_TIMEOUT}: {error}")))
-}
-
 /// Returns memory and CPUs of a VM.
 fn size(
     limits: &StatedLimits,
     annotations: &HashMap<String, String>,
 ) -> Result<(Size, u8), Failure> {
-    const OWN: [&str; 4] = [EXTRA, DEFAULT, SCRATCH, AGENT_TIMEOUT];
-    let own = |name: &str| name.starts_with(PREFIX) && !OWN.contains(&name);
-    if let Some(name) = annotations.keys().find(|name| own(name)) {
-        return Err(refuse(format!("unknown annotation {name}")));
-    }
-    let extra = extra(annotations)?;
-    let default = annotations.get(DEFAULT);
-    let default = default.map_or(Ok(Size(2 << 30)), |text| parse_size(DEFAULT, text))?;
+    annotations::check_names(annotations)?;
+    let extra = annotations::extra(annotations)?;
+    let default = annotations::default_memory(annotations)?;
     let memory = match limits.memory.filter(|limit| *limit > 0) {
         // Pages of 4 KiB.
         Some(limit) => Size((limit.unsigned_abs().saturating_add(extra.0) >> 12) << 12),
@@ -287,12 +230,13 @@ fn size(
     let most = u64::from(host_cpus());
     // At least one, and at most those of the host.
     let cpus = wanted.unwrap_or(most).clamp(1, most) as u8;
-    Ok((Size(memory.0.max(LEAST.0)), cpus))
+    Ok((Size(memory.0.max(annotations::LEAST.0)), cpus))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::annotations::{AGENT_TIMEOUT, DEFAULT, EXTRA, SCRATCH};
     use serde_json::{Value, json};
 
     fn spec() -> Value {

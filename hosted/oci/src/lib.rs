@@ -12,6 +12,7 @@
 //! | `line` | command line |
 //! | `report` | messages for engines: `--log`, standard error |
 //! | `store` | containers on the disk: states, locks, folders |
+//! | `annotations` | annotations for VMs |
 //! | `bundle` | configurations: reading, refusals, size of the VM |
 //! | `mounts` | file systems of a container: kinds, options, the pod's shared directory |
 //! | `seccomp` | seccomp profiles as filters for the guest |
@@ -29,6 +30,7 @@
 //! The specification is `docs/spec/oci.md`.
 #![forbid(unsafe_code)]
 
+mod annotations;
 mod balloon;
 mod bundle;
 mod carrier;

@@ -4,7 +4,7 @@ use crate::balloon::{self, Change};
 use crate::cgroup::{self, HostLimits};
 use crate::line::Update;
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{bundle, refuse};
+use crate::{annotations, refuse};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::output::print;
 use hosted_exec::connection::ControlConnection;
@@ -125,7 +125,7 @@ fn limit_host(state: &ContainerRecord, stated: &StatedLimits) -> Result<(), Fail
     if !state.has_own_vm() {
         return Ok(());
     }
-    let limits = stated.host(bundle::extra(&state.annotations)?.0);
+    let limits = stated.host(annotations::extra(&state.annotations)?.0);
     cgroup::limit(&state.cgroups, &limits)?;
     state.scope.as_ref().map_or(Ok(()), |scope| scope.limit(&limits))
 }
@@ -166,7 +166,7 @@ fn connect(
         }
     }
     let mut vm = AgentVm::attach(state.vm_folder.clone());
-    let limit = bundle::agent_timeout(&state.annotations)?;
+    let limit = annotations::agent_timeout(&state.annotations)?;
     let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new(limit))?;
     let control = control.ok_or_else(|| refuse("the VM does not answer"))?;
     Ok((vm, control))

@@ -79,10 +79,8 @@ impl<A: Arch> Kernel<A> {
     ) -> Result<bool, Status> {
         delegation.check()?;
         let sender = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
-        let space = self.space(delegation.to).ok_or(Status::Aborted)?;
-        if space.dying.get() {
-            return Err(Status::Aborted);
-        }
+        let space = self.space(delegation.to).filter(|space| !space.dying.get());
+        let space = space.ok_or(Status::Aborted)?;
         let size = units(delegation.item.order);
         if *done > 2 * size {
             return Err(Status::BadArgument);
@@ -92,13 +90,10 @@ impl<A: Arch> Kernel<A> {
         }
         let free_from = delegation.destination + done.saturating_sub(size);
         let targets = Self::tree(space, delegation.item.kind);
-        if *done < 2 * size
-            && let Some(last) = targets.at_most(&self.memory, delegation.destination + size - 1)
-        {
-            let last = self.memory.at(last);
-            if last.base + units(last.order) > free_from {
-                return Err(Status::Busy);
-            }
+        let last = targets.at_most(&self.memory, delegation.destination + size - 1);
+        let end = last.map(|last| self.memory.at(last)).map(|last| last.base + units(last.order));
+        if *done < 2 * size && end.is_some_and(|end| end > free_from) {
+            return Err(Status::Busy);
         }
         // A part that is everything is not looked up again.
         let mut whole = None;
@@ -111,10 +106,8 @@ impl<A: Arch> Kernel<A> {
             whole = (units(part.extent.order) == size).then_some(part);
         }
         while *done < 2 * size {
-            let part = match whole.take() {
-                Some(part) => part,
-                None => self.part(sender, delegation, *done - size)?,
-            };
+            let part =
+                whole.take().map_or_else(|| self.part(sender, delegation, *done - size), Ok)?;
             if !self.map_part(delegation, space, &part, budget)? {
                 return Ok(false);
             }
