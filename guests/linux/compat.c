@@ -4,7 +4,7 @@
 // a library, so that nothing but a compiler is needed. As a position-independent program it also
 // tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the
 // calls, those of the page of old calls (`vsyscall`), loads such segments, and executes single
-// steps with EFLAGS.NT.
+// steps with EFLAGS.NT and ID.
 #pragma GCC visibility push(hidden)
 #define NOINLINE __attribute__((noinline))
 
@@ -432,7 +432,7 @@ static void on_step(int number)
 	steps++;
 }
 
-// Single steps with NT, over a system call, which is rewritten after its first executions.
+// Single steps with NT and ID, over a system call, which is rewritten after its first executions.
 static void nested(void)
 {
 	// Handler, SA_RESTORER, restorer, mask.
@@ -440,13 +440,14 @@ static void nested(void)
 	check(native(13, SIGTRAP, (long)action, 0, 8) == 0, "rt_sigaction");
 	for (u32 round = 0; round < 100; round++) {
 		steps = 0;
-		asm volatile("pushfq; orl $0x4100, (%%rsp); popfq; syscall; nop\n"
-			     "pushfq; pop %0; andl $~0x4100, -8(%%rsp); sub $8, %%rsp; popfq"
+		asm volatile("pushfq; orl $0x204100, (%%rsp); popfq; syscall; nop\n"
+			     "pushfq; pop %0; andl $~0x204100, -8(%%rsp); sub $8, %%rsp; popfq"
 			     : "=&r"(flags), "=a"(own) : "1"(39) : "rcx", "r11", "memory", "cc");
 		check(own == native(39, 0, 0, 0, 0) && steps >= 3, "single steps");
 		check(flags & 0x4000, "NT");
+		check(flags & 0x200000, "ID");
 		asm volatile("pushfq; pop %0" : "=r"(flags) : : "memory");
-		check(!(flags & 0x4100), "flags without NT");
+		check(!(flags & 0x204100), "flags without NT and ID");
 	}
 	say("single steps with NT: all well\n");
 }

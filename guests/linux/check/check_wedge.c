@@ -19,6 +19,7 @@
 #include <asm/msr.h>
 #include <asm/processor-flags.h>
 #include <asm/segment.h>
+#include <asm/tsc.h>
 
 static unsigned int seed = 1;
 module_param(seed, uint, 0);
@@ -258,6 +259,33 @@ static void step_debug(void)
 	note(seen & 0xffff);
 }
 
+/* For several ticks of a timer. */
+static u64 flags_after_ticks(u64 flags)
+{
+	u64 seen, end = rdtsc() + 20000ULL * tsc_khz / 1000;
+
+	asm volatile("pushf\n\t"
+		     "push %1\n\t"
+		     "popf\n"
+		     "1: rdtsc; shl $32, %%rdx; or %%rdx, %%rax; cmp %2, %%rax; jb 1b\n\t"
+		     "pushf\n\t"
+		     "pop %0\n\t"
+		     "popf"
+		     : "=&r" (seen) : "r" (flags), "r" (end) : "rax", "rdx", "memory", "cc");
+	return seen;
+}
+
+/* Interrupts of the machine that wait until they are enabled change no flags. */
+static void note_flags_over_ticks(void)
+{
+	unsigned long flags;
+
+	local_irq_save(flags);
+	note(flags_after_ticks(X86_EFLAGS_FIXED | X86_EFLAGS_ID) & X86_EFLAGS_ID);
+	note(flags_after_ticks(X86_EFLAGS_FIXED) & X86_EFLAGS_ID);
+	local_irq_restore(flags);
+}
+
 static void (*const kinds[])(void) = {
 	step_flags, step_interrupt_flag, step_flags_kept, step_selectors, step_load_selector, step_look_at_selector, step_tables,
 	step_control, step_msrs, step_swapgs, step_returns, step_stack_segment, step_debug,
@@ -270,6 +298,8 @@ static int __init check_wedge_init(void)
 	for (round = 0; round < rounds; round++) {
 		state = (seed * 0x9e3779b97f4a7c15ULL) ^ (round + 1) * 0xbf58476d1ce4e5b9ULL;
 		digest = 0xcbf29ce484222325ULL;
+		if (!round)
+			note_flags_over_ticks();
 		for (step = 0; step < STEPS; step++) {
 			unsigned long flags;
 			u32 kind = draw(ARRAY_SIZE(kinds));

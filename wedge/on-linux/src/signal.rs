@@ -22,7 +22,8 @@ use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
 use crate::linux::signals::{
-    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, sanitize, set_nested_task,
+    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, UNRESTORED, sanitize,
+    set_unrestored_flags,
 };
 use crate::mmu::frames::note_interrupted_kernel;
 use crate::mmu::syscall_patch::is_call_code;
@@ -95,11 +96,11 @@ impl InterruptedGuest {
 #[unsafe(naked)]
 unsafe extern "sysv64" fn restore() {
     naked_asm!(
-        set_nested_task!(),
+        set_unrestored_flags!(),
         "mov eax, {sigreturn}",
         "syscall",
         flags = const offset_of!(Context, rflags),
-        nested = const rflags::NT,
+        unrestored = const UNRESTORED,
         sigreturn = const linux::__NR_rt_sigreturn,
     )
 }

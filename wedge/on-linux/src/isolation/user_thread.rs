@@ -10,10 +10,9 @@ use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{Filters, layout};
-use wedge_core::cpu::rflags;
 
 use crate::isolation::mailbox::{Mapper, REQUEST, RESPONSE, Request, Response, STACK, mailbox};
-use crate::linux::signals::{self, Context, KICK, set_nested_task};
+use crate::linux::signals::{self, Context, KICK, UNRESTORED, set_unrestored_flags};
 use crate::mmu::ram::PAGE;
 use crate::report::HOST;
 use crate::state::process::{ProcessState, process};
@@ -385,7 +384,7 @@ global_asm!(
     "mov rax, [{bases_now} + 8]",
     "wrgsbase rax",
     "mov rsp, [{context_now}]",
-    set_nested_task!(),
+    set_unrestored_flags!(),
     "mov eax, {sigreturn}",
     "syscall",
     "ud2",
@@ -428,7 +427,7 @@ global_asm!(
     wait = const linux::FUTEX_WAIT,
     futex = const linux::__NR_futex,
     flags = const offset_of!(Context, rflags),
-    nested = const rflags::NT,
+    unrestored = const UNRESTORED,
     sigreturn = const linux::__NR_rt_sigreturn,
     seccomp = const linux::__NR_seccomp,
     may_map = const MAY_MAP,

@@ -2,20 +2,24 @@
 
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
+use wedge_core::cpu::rflags;
 use wedge_core::vector;
 use wedge_x86::CODE_64;
 
-/// Assembly before rt_sigreturn(2), which keeps the current NT: takes that of the context at RSP.
-/// Operands: `flags`, the offset of its flags, and `nested`, the bit.
-macro_rules! set_nested_task {
+/// Flags that user mode may change and rt_sigreturn(2) does not restore (`FIX_EFLAGS` in Linux).
+pub const UNRESTORED: u64 = rflags::NT | rflags::ID;
+
+/// Assembly before rt_sigreturn(2), for [`UNRESTORED`]: takes them of the context at RSP. Operands:
+/// `flags`, the offset of its flags, and `unrestored`, these bits.
+macro_rules! set_unrestored_flags {
     () => {
         "push qword ptr [rsp + {flags}]
-        and qword ptr [rsp], {nested}
+        and qword ptr [rsp], {unrestored}
         or qword ptr [rsp], 2
         popfq"
     };
 }
-pub(crate) use set_nested_task;
+pub(crate) use set_unrestored_flags;
 
 /// Signal by which the device process notifies a guest process of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
