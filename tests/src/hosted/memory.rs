@@ -27,13 +27,12 @@ pub fn deferred() -> Result<()> {
     // Of 32 MiB, 4 are those of the first 256 MiB.
     ensure!(deferred + 20 * MIB < all, "{deferred} of {all} bytes");
     let script = "set -e; mkdir /ram; mount -t tmpfs -o size=90% ram /ram
-        free=$(sed -n 's/MemFree: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo)
-        [ $free -gt 950000 ] && echo most is free
+        free() { sed -n 's/MemFree: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo; }
+        [ $(free) -gt 950000 ] && echo most is free
         dd if=/dev/urandom of=/ram/part bs=1M count=17 2>/dev/null
         parts() { for i in $(seq 50); do cat /ram/part; done; }
         parts > /ram/all; parts | cmp - /ram/all && echo all is used
-        free=$(sed -n 's/MemFree: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo)
-        [ $free -lt 200000 ] && echo little is free
+        [ $(free) -lt 200000 ] && echo little is free
         rm /ram/all; dmesg | grep -i -e warning -e bug: || echo no complaint\n";
     let mut command = rig.script(script, &[])?;
     let texts = ["most is free", "all is used", "little is free", "no complaint"];
