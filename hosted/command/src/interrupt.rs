@@ -62,7 +62,7 @@ impl Interruptible {
         self.doomed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers a folder of unfinished files.
+    /// Registers a folder of unfinished files, or a file.
     pub fn remove_on_signal(&self, folder: &Path) {
         self.doomed().folders.push(folder.to_owned());
     }
@@ -86,7 +86,9 @@ impl Doomed {
             }
         }
         for folder in &self.folders {
-            let gone = || fs::remove_dir_all(folder).is_ok() || !folder.exists();
+            let removed =
+                || fs::remove_dir_all(folder).or_else(|_| fs::remove_file(folder)).is_ok();
+            let gone = || removed() || !folder.exists();
             let _ = (0..REMOVALS).any(|_| {
                 gone() || {
                     thread::sleep(POLL_INTERVAL);

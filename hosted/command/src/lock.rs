@@ -1,9 +1,18 @@
 //! Locks that are files: one process at a time has a right, and others see which.
 
+use crate::cache;
+use crate::failure::Failure;
+use crate::messages::{Level, say};
+use crate::steps::{Step, Steps};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+/// Polling interval of another builder's lock.
+pub const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Longest displayed status in bytes.
 const LONGEST_STATUS: usize = 200;
@@ -40,6 +49,41 @@ impl Lock {
                 return Ok(Some(lock));
             }
         }
+    }
+
+    /// Takes the lock of a build in a cache; waits for another builder, and says so. `what` is
+    /// the result in messages.
+    ///
+    /// # Errors
+    /// The file cannot be created or locked.
+    pub fn wait(path: &Path, what: &str, steps: &Steps) -> Result<Self, Failure> {
+        if let Some(lock) = Self::take_in_cache(path)? {
+            return Ok(lock);
+        }
+        let status = Self::status(path);
+        say(Level::Info, &format!("waiting for another build of {what} ({status})"));
+        steps.run("waiting", |step| {
+            Ok((Self::wait_within(path, step)?, "the other build has finished".to_owned()))
+        })
+    }
+
+    /// Takes a lock in a cache; shows its holder's status as the progress of `step` until it is
+    /// free.
+    ///
+    /// # Errors
+    /// The file cannot be created or locked.
+    pub fn wait_within(path: &Path, step: &Step) -> Result<Self, Failure> {
+        loop {
+            if let Some(lock) = Self::take_in_cache(path)? {
+                return Ok(lock);
+            }
+            step.now(Self::status(path));
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    fn take_in_cache(path: &Path) -> Result<Option<Self>, Failure> {
+        Self::take(path).map_err(|error| cache::failed(path, &error))
     }
 
     /// Reports progress to those who wait, for display only.

@@ -9,7 +9,6 @@ use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use crate::lock::Lock;
-use crate::messages::{Level, say};
 use crate::scratch::{self, ScratchFolder};
 use crate::steps::Steps;
 use crate::trust;
@@ -18,14 +17,11 @@ use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 /// Name prefixes of lock files, and of folders of running builds and of entries being removed.
 const LOCK: &str = ".lock-";
 const WORK: &str = ".work-";
-/// Polling interval of another builder's lock.
-pub const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Kind of the entries of a store.
 #[derive(Clone, Copy, Debug)]
@@ -126,7 +122,10 @@ impl Store {
         let place = self.folder.join(name);
         let lock = match find(&place) {
             Some(entry) => return Ok((entry, false)),
-            None => self.lock(name, steps)?,
+            None => {
+                let what = format!("this {}", self.kind.item);
+                Lock::wait(&self.lock_path(name), &what, steps)?
+            }
         };
         // Another builder may have finished meanwhile.
         if let Some(entry) = find(&place) {
@@ -156,26 +155,6 @@ impl Store {
         }
         fs::rename(made, place)?;
         File::open(&self.folder)?.sync_all()
-    }
-
-    /// Takes the build lock of an entry; waits for another builder.
-    fn lock(&self, name: &str, steps: &Steps) -> Result<Lock, Failure> {
-        let path = self.lock_path(name);
-        let failed = |error: io::Error| cache::failed(&path, &error);
-        if let Some(lock) = Lock::take(&path).map_err(failed)? {
-            return Ok(lock);
-        }
-        let (status, item) = (Lock::status(&path), self.kind.item);
-        say(Level::Info, &format!("waiting for another build of this {item} ({status})"));
-        steps.run("waiting", |step| {
-            loop {
-                if let Some(lock) = Lock::take(&path).map_err(failed)? {
-                    return Ok((lock, "the other build has finished".to_owned()));
-                }
-                step.now(Lock::status(&path));
-                thread::sleep(POLL_INTERVAL);
-            }
-        })
     }
 
     /// Returns the path of the lock file of an entry.

@@ -4,11 +4,12 @@
 //! debootstrap and apt fill a folder, from which `mke2fs -d` creates a file system: no loop
 //! devices, and all mounts are in a namespace of their own. The result is a folder that appears
 //! complete or not at all. An existing disk is only replaced on request: a guest may have written
-//! to it.
+//! to it. One disk is built at a time, because all builds share a package cache.
 
 use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
+use hosted_command::lock::Lock;
 use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
@@ -36,6 +37,8 @@ const NO_MODULES: &str = "none";
 const VERSION: &str = "parador rootfs 1";
 /// Package cache.
 const ARCHIVES: &str = "/var/cache/parador/packages";
+/// Lock of the package cache, held during a build.
+const ARCHIVES_LOCK: &str = "/var/cache/parador/packages.lock";
 /// Packages of every disk: a stock kernel and its RAM disk, systemd with logins and network, ssh.
 const PACKAGES: [&str; 11] = [
     "linux-image-cloud-amd64",
@@ -124,9 +127,9 @@ pub fn advice(path: &Path) -> Option<String> {
     is_ours.then(|| format!("`sudo parador rootfs debian -o {}` creates it", folder.display()))
 }
 
-/// Builds the disk unless it exists.
-pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
-    let Options { output, size, .. } = options;
+/// Checks the options that end up in commands and in the partition table.
+fn check(options: &Options) -> Result<(), Failure> {
+    let Options { size, .. } = options;
     if !SIZES.contains(&size.0) || size.0 % PARTITION != 0 {
         return Err(Failure::new(failure::USAGE, format!("invalid disk size {size}"))
             .help("use a whole number of MiB from 1G to 1024G"));
@@ -142,7 +145,13 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
         let message = format!("invalid name of a package, release or mirror: `{wrong}`");
         return Err(Failure::new(failure::USAGE, message));
     }
-    security_mirror(options)?;
+    security_mirror(options).map(drop)
+}
+
+/// Builds the disk unless it exists.
+pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
+    let output = &options.output;
+    check(options)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
     let kernel = KernelFile::find(None).ok();
@@ -153,6 +162,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
         return Ok(());
     }
     check_host()?;
+    let archives = archives()?;
 
     let parent = match output.parent() {
         Some(parent) if parent != Path::new("") => parent,
@@ -163,12 +173,18 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     // Root works there: only root and the caller of sudo may change what the path resolves to.
     let parent = &trust::check_for(parent, caller)?;
     let interruptible = Interruptible::new()?;
+    let lock = Lock::wait(Path::new(ARCHIVES_LOCK), "a disk", steps)?;
+    interruptible.remove_on_signal(lock.path());
+    // Another process may have built this disk meanwhile.
+    if !options.force && is_there(options, &record)? {
+        return Ok(());
+    }
     let work =
         TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
     interruptible.remove_on_signal(work.path());
     let result = work.path().join("result");
     fs::create_dir(&result).map_err(|error| failed(&result, error))?;
-    let inputs = Inputs { options, key: key.as_deref(), modules };
+    let inputs = Inputs { options, key: key.as_deref(), modules, archives };
     make(&inputs, work.path(), &result, steps, &interruptible)?;
     write(&result.join(RECORD), record.as_bytes())?;
     give_to_owner_of(parent, &result)?;
@@ -312,6 +328,8 @@ struct Inputs<'a> {
     key: Option<&'a str>,
     /// Modules for another kernel than the disk's.
     modules: Option<PathBuf>,
+    /// Package cache, locked.
+    archives: PathBuf,
 }
 
 /// Builds everything but the record in `result`.
@@ -322,9 +340,8 @@ fn make(
     steps: &Steps,
     interruptible: &Interruptible,
 ) -> Result<(), Failure> {
-    let Inputs { options, key, modules } = inputs;
+    let Inputs { options, key, modules, archives } = inputs;
     let Options { suite, mirror, include, size, .. } = options;
-    let archives = archives()?;
     let tree = work.join("tree");
     let key_file = match key {
         Some(text) => {
@@ -340,7 +357,7 @@ fn make(
         let mut command = contained("debootstrap")?;
         // Without --force-check-gpg, debootstrap only warns about a missing keyring.
         command.args(["--variant=minbase", "--force-check-gpg", "--keyring", KEYRING.0]);
-        command.arg("--cache-dir").arg(&archives).arg(suite).arg(&tree).arg(mirror);
+        command.arg("--cache-dir").arg(archives).arg(suite).arg(&tree).arg(mirror);
         run(&mut command, "debootstrap", step, interruptible)
             .map_err(|error| error.help(network))?;
         Ok(((), format!("Debian {suite} from {mirror}")))
@@ -348,7 +365,7 @@ fn make(
     steps.run("packages", |step| {
         let mut command = contained("sh")?;
         command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
-        command.env("TREE", &tree).env("ARCHIVES", &archives).env("KEY", &key_file);
+        command.env("TREE", &tree).env("ARCHIVES", archives).env("KEY", &key_file);
         command.env("SUITE", suite).env("MIRROR", mirror);
         command.env("MODULES", modules.as_deref().unwrap_or(Path::new("")));
         command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());

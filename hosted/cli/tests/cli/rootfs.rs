@@ -35,7 +35,10 @@ fn folder(unshare: &str) -> Folder {
 }
 
 fn rootfs(folder: &Folder, more: &[&str]) -> Command {
-    let mut command = folder.parador(&["rootfs", "debian", "--output", "made/debian"]);
+    let mut command = folder.parador(&["rootfs", "debian"]);
+    if !more.contains(&"--output") {
+        command.args(["--output", "made/debian"]);
+    }
     let path = format!("{}:/bin:/usr/bin", folder.path("programs").display());
     command.args(more).env("PATH", path);
     command
@@ -85,6 +88,31 @@ fn a_disk_is_made_once() {
 
     assert_eq!(code(&rootfs(&folder, &["--force"]).output().unwrap()), 0);
     assert_eq!(folder.list("made"), ["debian"]);
+}
+
+#[test]
+fn builds_wait_for_each_other() {
+    // apt refuses a cache that another one uses.
+    let alone = "mkdir running || { echo 'E: Could not get lock'; exit 1; }; sleep 0.5\n";
+    let folder = folder(&format!("{alone}{UNSHARE}\nrmdir running"));
+    if is_refused(&folder) {
+        return;
+    }
+    let start = |more: &[&str]| {
+        let mut command = rootfs(&folder, more);
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    // Two want one disk, and get it; the third wants another one.
+    let builds = [start(&[]), start(&[]), start(&["--output", "made/other"])];
+    let mut waited = 0;
+    for build in builds {
+        let output = build.wait_with_output().unwrap();
+        assert_eq!(code(&output), 0, "{}", errors(&output));
+        waited += usize::from(errors(&output).contains("waiting for another build of a disk"));
+    }
+    assert_eq!(waited, 2);
+    assert_eq!(folder.list("made"), ["debian", "other"]);
+    assert_eq!(folder.read("called"), b"debootstrap\nsh\nmke2fs\n".repeat(2));
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use crate::architecture::Architecture;
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
+use crate::lock::Lock;
 use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
 use std::ffi::OsStr;
@@ -48,12 +49,12 @@ impl Apt {
         ];
         let words = settings.map(|(name, value)| ["-o".to_owned(), format!("{name}={value}")]);
         let apt = Self { options: words.concat(), architecture };
-        let has_lists = fs::read_dir(&lists)
-            .file_error("read", &lists)?
-            .flatten()
-            .any(|entry| entry.file_name().to_string_lossy().contains("_Packages"));
-        if !has_lists {
-            apt.update(step)?;
+        if !has_packages(&lists)? {
+            // apt refuses to update lists that another process updates.
+            let _lock = Lock::wait_within(&folder.join("lock"), step)?;
+            if !has_packages(&lists)? {
+                apt.update(step)?;
+            }
         }
         Ok(apt)
     }
@@ -110,6 +111,13 @@ impl Apt {
     ) -> Result<Output, Failure> {
         run(name, what, |command| arguments(command.args(&self.options)))
     }
+}
+
+/// Returns whether lists of packages have been fetched into the folder `lists`.
+fn has_packages(lists: &Path) -> Result<bool, Failure> {
+    let entries = fs::read_dir(lists).file_error("read", lists)?;
+    let mut names = entries.flatten().map(|entry| entry.file_name());
+    Ok(names.any(|name| name.to_string_lossy().contains("_Packages")))
 }
 
 /// Output of `apt-cache show` about one version of a package.

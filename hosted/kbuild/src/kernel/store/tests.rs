@@ -2,8 +2,8 @@
 
 use super::*;
 use hosted_command::failure;
+use hosted_command::lock::POLL_INTERVAL;
 use hosted_command::scratch::YOUNG;
-use hosted_command::store::POLL_INTERVAL;
 use std::fs::File;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::mpsc;
