@@ -311,11 +311,17 @@ fn modules(options: &Options, is_host: bool) -> Result<Option<Shared>, Failure> 
     let found = found.and_then(|folder| fs::canonicalize(folder).ok());
     Ok(found.and_then(|folder| {
         let place = Path::new(MODULES).join(folder.file_name()?);
-        let is_there = is_host && place.is_dir();
+        let is_there = is_host && has_modules(&place);
         let tag = MODULES_TAG.to_owned();
         let shared = Shared { folder, place, tag, read_only: true, owners: false };
         (!is_there).then_some(shared)
     }))
+}
+
+/// Returns whether a folder has the list by which modprobe(8) finds modules. A folder without it,
+/// as a removed kernel package or an unpacked container leaves it, has none.
+fn has_modules(folder: &Path) -> bool {
+    folder.join("modules.dep").is_file()
 }
 
 fn joined(name: &OsStr, value: &OsStr) -> OsString {
@@ -390,6 +396,14 @@ fn groups() -> Result<heapless::Vec<u32, MAX_GROUPS>, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_folder_has_no_modules() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(!has_modules(folder.path()));
+        fs::write(folder.path().join("modules.dep"), "").unwrap();
+        assert!(has_modules(folder.path()));
+    }
 
     #[test]
     fn variables_are_set_passed_and_replaced() {
