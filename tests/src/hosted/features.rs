@@ -83,12 +83,13 @@ grep -c 10.9.0.1 /proc/net/nf_conntrack >/dev/null
 mount -t securityfs none /sys/kernel/security
 cat /sys/kernel/security/lsm
 echo
+echo "free blocks are reported from order $(cat /sys/module/page_reporting/parameters/page_reporting_order)"
 ! dmesg | grep -E 'BUG:|WARNING:|Oops|Call Trace|I/O error'
 echo all well
 "#;
 
 /// Texts that the output must contain.
-const ANSWERS: [&str; 12] = [
+const ANSWERS: [&str; 13] = [
     "text of vfat",
     "text of xfs",
     "text of btrfs",
@@ -100,6 +101,7 @@ const ANSWERS: [&str; 12] = [
     "iptables-legacy: 1",
     "ip6tables-legacy: 1",
     "landlock",
+    "free blocks are reported from order 5\n",
     "all well",
 ];
 
