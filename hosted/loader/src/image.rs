@@ -113,12 +113,11 @@ impl<'a> Image<'a> {
 
     /// Returns the linked address of a symbol.
     pub fn symbol(&self, name: &'static str) -> Result<u64, Error> {
-        // Symbols are compared by name: a kernel has tens of thousands.
+        // A kernel has tens of thousands: nearly all differ in the place of the zero at the end.
         let is_it = |symbol: &&elf::Sym64<LittleEndian>| {
             let start = symbol.st_name(ENDIAN) as usize;
-            let rest =
-                self.names.get(start..).and_then(|names| names.strip_prefix(name.as_bytes()));
-            rest.is_some_and(|rest| rest.first() == Some(&0))
+            let end = start.saturating_add(name.len());
+            self.names.get(end) == Some(&0) && self.names.get(start..end) == Some(name.as_bytes())
         };
         let found = self.file.elf_symbol_table().iter().find(is_it);
         found.map(|symbol| symbol.st_value(ENDIAN)).ok_or(Error::Symbol(name))
