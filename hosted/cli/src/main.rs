@@ -10,6 +10,7 @@ use clap::error::ErrorKind;
 use hosted_command::failure::{self, Failure};
 use hosted_command::messages;
 use hosted_command::output;
+use hosted_command::supervise;
 use hosted_kbuild::afterburn;
 use parador_cli::{commands, foreign, version};
 use std::process::ExitCode;
@@ -19,7 +20,7 @@ fn main() -> ExitCode {
     if let Some(code) = becomes {
         return code;
     }
-    let mut arguments = std::env::args_os();
+    let mut arguments = supervise::arguments();
     let program = arguments.next();
     if hosted_qemu::is_called_as_qemu(program.as_deref()) {
         return exit_code(hosted_qemu::run(arguments));
@@ -27,12 +28,12 @@ fn main() -> ExitCode {
     if hosted_oci::is_called_as_runtime(program.as_deref()) {
         return ExitCode::from(hosted_oci::run(arguments));
     }
-    messages::set(messages::wanted(std::env::args_os()));
-    if let Err(failure) = foreign::check(std::env::args_os()) {
+    messages::set(messages::wanted(supervise::arguments()));
+    if let Err(failure) = foreign::check(supervise::arguments()) {
         failure.print();
         return ExitCode::from(failure.code());
     }
-    let arguments = match commands::Cli::try_parse() {
+    let arguments = match commands::Cli::try_parse_from(supervise::arguments()) {
         Ok(arguments) => arguments,
         Err(error) => {
             // Value parsers with an error of their own return a [`Failure`].
@@ -41,7 +42,8 @@ fn main() -> ExitCode {
                 failure.print();
                 return ExitCode::from(if is_exec() { usage() } else { failure.code() });
             }
-            if error.kind() == ErrorKind::DisplayVersion && version::is_long(std::env::args_os()) {
+            if error.kind() == ErrorKind::DisplayVersion && version::is_long(supervise::arguments())
+            {
                 let _ = output::print(version::long());
                 return ExitCode::SUCCESS;
             }
@@ -75,7 +77,7 @@ fn exit_code(result: Result<u8, Failure>) -> ExitCode {
 
 /// Returns whether the arguments are those of `parador exec`.
 fn is_exec() -> bool {
-    std::env::args_os().nth(1).is_some_and(|command| command == "exec")
+    supervise::arguments().nth(1).is_some_and(|command| command == "exec")
 }
 
 /// Returns the exit code of wrong usage: `parador exec` leaves all others to its command.

@@ -2,7 +2,7 @@
 //!
 //! The parent-death signal (`PR_SET_PDEATHSIG`) survives `exec`, but must be requested between
 //! `fork` and `exec`, where safe Rust cannot run code. So `parador` starts itself again, requests
-//! the signal and executes the other program.
+//! the signal and executes the other program, or goes on if that is `parador`, too.
 
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
@@ -17,9 +17,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::OnceLock;
 
-/// First argument of such a start.
+/// First argument of such a start; signal, parent and program follow.
 const MARK: &str = "--become";
+/// Index of the program among the arguments.
+const PROGRAM: usize = 4;
+
+/// `parador` itself.
+pub const SELF: &str = "/proc/self/exe";
 
 /// In place of a program's path: the copy of the wedge in `parador`. Resolved paths contain a
 /// slash.
@@ -58,7 +64,7 @@ pub fn copied(at_end: AtEnd) -> Command {
 
 /// Creates a command for `parador`, to execute another program.
 fn again(at_end: AtEnd) -> Command {
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = Command::new(SELF);
     let signal = match at_end {
         AtEnd::Terminate => "terminate",
         AtEnd::Kill => "kill",
@@ -117,8 +123,17 @@ pub fn follow(
     Ok(if status.success() { Ok(()) } else { Err(last.into()) })
 }
 
-/// Executes another program if this process was started by [`command`]. Returns the exit code if
-/// that fails; `None` in an ordinary `parador`.
+/// Index of the name of this program among the process' arguments.
+static NAME: OnceLock<usize> = OnceLock::new();
+
+/// Returns name and arguments of this program, as [`env::args_os`] does, without those of
+/// [`command`].
+pub fn arguments() -> impl Iterator<Item = OsString> {
+    env::args_os().skip(NAME.get().copied().unwrap_or(0))
+}
+
+/// Requests the parent-death signal and executes another program if this process was started by
+/// [`command`]. Returns the exit code if that fails; `None` in `parador`.
 ///
 /// `name` and `copy` are the name and the file of the wedge in `parador`.
 pub fn become_other_program(name: &str, copy: fn() -> io::Result<File>) -> Option<ExitCode> {
@@ -126,20 +141,25 @@ pub fn become_other_program(name: &str, copy: fn() -> io::Result<File>) -> Optio
     if arguments.next()? != MARK {
         return None;
     }
-    let reason = match exec(arguments, name, copy) {
-        Some(reason) => reason,
+    let reason = match request_signal(&mut arguments) {
+        Some(Ok(program)) if program == SELF => {
+            // Fails only if this has been called before.
+            let _ = NAME.set(PROGRAM);
+            return None;
+        }
+        Some(Ok(program)) => exec(program, arguments, name, copy),
+        Some(Err(reason)) => reason,
         None => format!("{MARK} is for internal use"),
     };
     eprintln!("parador: error: {reason}");
     Some(ExitCode::from(CANNOT_START))
 }
 
-/// Returns the reason of the failure; `None` if the arguments are not those of [`command`].
-fn exec(
-    mut arguments: impl Iterator<Item = OsString>,
-    name: &str,
-    copy: fn() -> io::Result<File>,
-) -> Option<String> {
+/// Requests the signal and returns the program, or the reason of the failure; `None` if the
+/// arguments are not those of [`command`].
+fn request_signal(
+    arguments: &mut impl Iterator<Item = OsString>,
+) -> Option<Result<OsString, String>> {
     let signal = match arguments.next()?.to_str()? {
         "terminate" => Signal::TERM,
         "kill" => Signal::KILL,
@@ -150,12 +170,22 @@ fn exec(
     if let Err(error) = set_parent_process_death_signal(Some(signal)) {
         let cause = Cause::new(Some(error.raw_os_error()), &error);
         let text = "cannot request the parent-death signal (prctl PR_SET_PDEATHSIG)";
-        return Some(format!("{text}: {cause}"));
+        return Some(Err(format!("{text}: {cause}")));
     }
     // The parent may have exited before the request.
     if getppid() != Some(parent) {
-        return Some("parador has exited".to_owned());
+        return Some(Err("parador has exited".to_owned()));
     }
+    Some(Ok(program))
+}
+
+/// Executes a program; returns the reason of the failure.
+fn exec(
+    program: OsString,
+    arguments: impl Iterator<Item = OsString>,
+    name: &str,
+    copy: fn() -> io::Result<File>,
+) -> String {
     let (program, error) = if program == COPY {
         let become_copy = |file: File| {
             // The descriptor is closed once the program has been loaded.
@@ -167,7 +197,7 @@ fn exec(
         let error = Command::new(&program).args(arguments).exec();
         (program, error)
     };
-    Some(format!("cannot start {}: {}", program.display(), failure::describe(&error)))
+    format!("cannot start {}: {}", program.display(), failure::describe(&error))
 }
 
 #[cfg(test)]

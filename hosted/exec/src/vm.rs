@@ -207,7 +207,7 @@ fn last_words(console: &str) -> String {
 
 /// Creates a command for this program, which ends with it.
 fn own(at_end: AtEnd) -> Result<Command, Failure> {
-    supervise::command(OsStr::new("/proc/self/exe"), at_end)
+    supervise::command(OsStr::new(supervise::SELF), at_end)
 }
 
 #[cfg(test)]

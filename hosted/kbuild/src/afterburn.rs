@@ -4,6 +4,7 @@
 use clap::Subcommand;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output;
+use hosted_command::supervise;
 use std::convert::Infallible;
 use std::env;
 use std::ffi::OsString;
@@ -184,7 +185,7 @@ fn tools(folder: &Path) -> Result<u8, Failure> {
 /// Acts as the assembler if `parador` was started under its name. Returns the exit code if that
 /// fails; `None` in an ordinary `parador`.
 pub fn become_assembler() -> Option<ExitCode> {
-    let mut arguments = env::args_os();
+    let mut arguments = supervise::arguments();
     let name = arguments.next()?;
     if Path::new(&name).file_name()? != assembler::NAME {
         return None;

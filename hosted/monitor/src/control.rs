@@ -19,6 +19,7 @@ use crate::statistics::guest_memory::{self, Ask, GuestReports};
 use crate::statistics::vcpus::VcpuTimes;
 use crate::statistics::{self, Statistics};
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::supervise;
 use hyper::body::Bytes;
 use proto::hosted::balloon::BalloonReport;
 use rustix::event::PollFlags;
@@ -303,7 +304,7 @@ impl Control {
             backend: self.0.backend.to_owned(),
             name: self.0.config.vm.name.clone(),
             pid: std::process::id(),
-            command: std::env::args_os().map(|word| word.to_string_lossy().into()).collect(),
+            command: supervise::arguments().map(|word| word.to_string_lossy().into()).collect(),
             process: status.process,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             config: self.0.config.clone(),

@@ -9,7 +9,6 @@ use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock};
 use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
-use std::env;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -128,7 +127,7 @@ fn spawn(
     mappings: Vec<FdMapping>,
     name: String,
 ) -> Result<DeviceProcess, Failure> {
-    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
+    let mut command = supervise::command(OsStr::new(supervise::SELF), AtEnd::Terminate)?;
     command
         .arg(MARK)
         .args(arguments)
@@ -143,7 +142,8 @@ fn spawn(
 /// Serves a device if this process was started by [`start`] or [`start_vsock`] and returns the exit
 /// code; `None` in an ordinary `parador`.
 pub fn become_device() -> Option<ExitCode> {
-    let mut arguments = env::args().skip(1);
+    let words = supervise::arguments().skip(1);
+    let mut arguments = words.map_while(|word| word.into_string().ok());
     if arguments.next()? != MARK {
         return None;
     }

@@ -26,25 +26,31 @@ pub struct DeviceProcess {
 }
 
 impl DeviceProcess {
-    /// Starts the process with a pipe as standard output and waits for [`READY`] on it. `name` is
-    /// for messages.
+    /// Starts the process with a pipe as standard output. `name` is for messages.
     pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
         let started = command.process_group(0).spawn();
         let mut child = started.start_error(&name)?;
         let Some(alive) = child.stdout.take() else {
             return Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe")));
         };
-        let mut process = Self { name, child, alive };
+        Ok(Self { name, child, alive })
+    }
+
+    /// Waits until the process has reported [`READY`]. Several processes start at a time.
+    ///
+    /// # Errors
+    /// The error that it has reported instead.
+    pub fn wait_until_ready(&mut self) -> Result<(), Failure> {
         let mut said = [READY];
-        match process.alive.read(&mut said) {
-            Ok(1) if said == [READY] => Ok(process),
-            _ => Err(process.refusal(said)),
+        match self.alive.read(&mut said) {
+            Ok(1) if said == [READY] => Ok(()),
+            _ => Err(self.refusal(said)),
         }
     }
 
     /// Creates the failure from the error message that the process wrote instead of READY; it
     /// begins with `first`.
-    fn refusal(mut self, first: [u8; 1]) -> Failure {
+    fn refusal(&mut self, first: [u8; 1]) -> Failure {
         let mut said = first.to_vec();
         // On a read error, the text so far is reported.
         let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);

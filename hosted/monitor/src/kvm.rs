@@ -1,6 +1,6 @@
 //! KVM back end of `parador run`: its availability, and the process that runs the VM.
 
-use std::env;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Seek, Write};
 use std::os::fd::OwnedFd;
@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use hosted_command::architecture::Architecture;
-use hosted_command::failure::{self, Failure, IoContext, describe};
+use hosted_command::failure::{self, Failure, describe};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::guest::least_memory;
 
@@ -29,7 +29,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs a VM if this process was started for that. Returns `None` in an ordinary `parador`.
 pub fn become_machine() -> Option<ExitCode> {
-    (env::args_os().nth(1)? == MARK).then(|| hosted_kvm::run())
+    (supervise::arguments().nth(1)? == MARK).then(|| hosted_kvm::run())
 }
 
 /// Probes whether KVM can run a guest, which the presence of `/dev/kvm` does not show. A process of
@@ -77,8 +77,7 @@ fn used(process: &Child) -> Duration {
 
 /// Creates a command for `parador` itself.
 fn own_program() -> Result<Command, Failure> {
-    let own = env::current_exe().os_error("find the parador binary")?;
-    supervise::command(own.as_os_str(), AtEnd::Kill)
+    supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)
 }
 
 /// Checks that a kernel is valid and fits into guest memory.

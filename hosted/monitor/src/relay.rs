@@ -11,7 +11,6 @@ use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use std::env;
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +25,7 @@ const CHUNK: usize = 256 << 10;
 
 /// Starts a filter between two sockets; it ends when either is closed.
 pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
-    supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Kill)?
+    supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)?
         .arg(MARK)
         .env_clear()
         .process_group(0)
@@ -40,7 +39,7 @@ pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
 /// Serves a filter if this process was started as one and returns the exit code; `None` in an
 /// ordinary `parador`.
 pub fn become_relay() -> Option<ExitCode> {
-    (env::args_os().nth(1)? == MARK)
+    (supervise::arguments().nth(1)? == MARK)
         .then(|| ExitCode::from(if serve().is_ok() { 0 } else { failure::OS_ERROR }))
 }
 

@@ -246,6 +246,7 @@ impl Supervisor {
             devices.push(process);
             given.push((packets, layout::NETS_FD + MAX_NETS as u32));
         }
+        devices.iter_mut().try_for_each(DeviceProcess::wait_until_ready)?;
         given.extend(self.raw_disks()?);
         // The host ends of the networks end with this start.
         let (frames, nets): (Vec<_>, Vec<_>) = nets.into_iter().map(NetBackend::split).unzip();

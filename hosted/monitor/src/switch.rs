@@ -23,7 +23,6 @@ use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Uid, geteuid};
 use std::collections::{BTreeMap, HashMap};
-use std::env;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -125,7 +124,7 @@ fn check_user(socket: &UnixStream, path: &Path) -> Result<(), Failure> {
 /// Serves a switch if this process was started as its keeper or server and returns the exit code;
 /// `None` in an ordinary `parador`.
 pub fn become_switch() -> Option<ExitCode> {
-    let mut arguments = env::args_os().skip(1);
+    let mut arguments = supervise::arguments().skip(1);
     let first = arguments.next()?;
     let done = match (first.to_str()?, arguments.next()) {
         (MARK, Some(name)) => keep(&name),
@@ -143,7 +142,7 @@ fn keep(name: &OsStr) -> io::Result<()> {
     let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
     let inode = own()?;
     let failed = |failure: Failure| io::Error::other(failure.to_string());
-    let mut server = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Kill)
+    let mut server = supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)
         .map_err(failed)?
         .arg(SERVE)
         .spawn()?;

@@ -204,3 +204,23 @@ fn doctor() {
     let output = closed.output().unwrap();
     assert_eq!(code(&output), 71, "{}", errors(&output));
 }
+
+/// Processes of a VM are `parador`, started by `parador` with a parent-death signal.
+#[test]
+fn processes_of_a_vm_start_once() {
+    let folder = Folder::new("");
+    let own = std::process::id().to_string();
+    let start = |words: &[&str]| folder.parador(words).output().unwrap();
+    let plain = start(&["--version"]).stdout;
+    let begun = start(&["--become", "kill", &own, "/proc/self/exe", "--version"]);
+    assert_eq!((code(&begun), &begun.stdout), (0, &plain), "{}", errors(&begun));
+    let other = start(&["--become", "terminate", &own, "/bin/sh", "-c", "echo $0"]);
+    assert_eq!(other.stdout, b"/bin/sh\n", "{}", errors(&other));
+
+    let orphan = start(&["--become", "kill", "1", "/proc/self/exe", "--version"]);
+    assert!(code(&orphan) == 70 && errors(&orphan).contains("parador has exited"));
+    for wrong in [&["--become"][..], &["--become", "stop", &own, "/proc/self/exe"]] {
+        let output = start(wrong);
+        assert!(code(&output) == 70 && errors(&output).contains("internal use"), "{wrong:?}");
+    }
+}
