@@ -43,9 +43,9 @@ const TRACING: [(&str, &str, MountFlags, &str); 3] = [
 ];
 const PRIVATE: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
 
-/// Parameter of Linux: free blocks of 4 KiB << n return to the host (mm/page_reporting.c). Linux sets
-/// it to 2 MiB when its balloon starts; most of what the start of a guest leaves free is in smaller
-/// blocks.
+/// Parameter of Linux: free blocks of 4 KiB << n return to the host (mm/page_reporting.c). Linux
+/// sets it to 2 MiB when its balloon starts; most of what the start of a guest leaves free is in
+/// smaller blocks.
 const REPORTING_ORDER: (&str, &str) =
     ("/sys/module/page_reporting/parameters/page_reporting_order", "5");
 

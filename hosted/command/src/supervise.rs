@@ -2,7 +2,7 @@
 //!
 //! The parent-death signal (`PR_SET_PDEATHSIG`) survives `exec`, but must be requested between
 //! `fork` and `exec`, where safe Rust cannot run code. So `parador` starts itself again, requests
-//! the signal and executes the other program, or goes on if that is `parador`, too.
+//! the signal and executes the other program, or continues if that is `parador`, too.
 
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
