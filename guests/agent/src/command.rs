@@ -127,7 +127,7 @@ impl Prepared {
 
 fn check_program(command: &GuestCommand<'_>) -> io::Result<()> {
     match command.arguments.iter().next().is_none_or(|program| program.is_empty()) {
-        true => Err(io::Error::other("no command")),
+        true => Err(io::Error::other("start a program without a name")),
         false => Ok(()),
     }
 }

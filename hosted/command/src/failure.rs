@@ -151,7 +151,7 @@ impl Failure {
     /// Prints the failure to standard error.
     pub fn print(&self) {
         if !messages::is_json() {
-            eprint!("{self}");
+            messages::to_stderr(format_args!("{self}"));
             return;
         }
         let (text, help) = match self {

@@ -21,6 +21,21 @@ pub const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 const REMOVALS: u32 = 50;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
+/// Returns those of `signals` that this process does not ignore: nohup(1) and shells start programs
+/// that ignore the signals which shall not end them, and handlers would undo that.
+pub fn heeded(signals: &[i32]) -> Vec<i32> {
+    // Without procfs all are heeded.
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = ignored(&status);
+    signals.iter().copied().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect()
+}
+
+/// Returns the mask of ignored signals of a process (proc(5), `status`); signal 1 is bit 0.
+fn ignored(status: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default()
+}
+
 /// Cleanup at a signal.
 #[derive(Default)]
 struct Doomed {
@@ -40,7 +55,7 @@ pub struct Interruptible {
 impl Interruptible {
     /// Installs the handlers.
     pub fn new() -> Result<Self, Failure> {
-        let mut signals = Signals::new(ENDING).os_error("install signal handlers")?;
+        let mut signals = Signals::new(heeded(&ENDING)).os_error("install signal handlers")?;
         let doomed = Arc::<Mutex<Doomed>>::default();
         let handle = signals.handle();
         let shared = Arc::clone(&doomed);
@@ -106,5 +121,18 @@ impl Drop for Interruptible {
             // Joining fails only after a panic of the thread, which has been reported.
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ignored_signals_are_found() {
+        // SIGHUP and SIGQUIT; this process ignores SIGPIPE, as all of Rust's.
+        assert_eq!(ignored("Name:\tx\nSigIgn:\t0000000000000005\n"), 5);
+        assert_eq!(ignored("SigIgn:\tx"), 0);
+        assert_eq!(heeded(&[SIGTERM, rustix::process::Signal::PIPE.as_raw()]), [SIGTERM]);
     }
 }

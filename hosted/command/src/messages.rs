@@ -9,6 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::ffi::OsString;
+use std::fmt;
 use std::io::{Write, stderr};
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -122,8 +123,14 @@ pub fn emit(level: Level, text: &str, more: More<'_>) {
     if is_json() {
         print(&Record { time: now(), level, source: OWN, message: text, more });
     } else {
-        eprintln!("{OWN}: {text}");
+        to_stderr(format_args!("{OWN}: {text}\n"));
     }
+}
+
+/// Writes to standard error, and ignores that its reader or terminal has gone, or the disk is full:
+/// `eprint` would panic, and end a running VM.
+pub fn to_stderr(text: fmt::Arguments<'_>) {
+    let _ = stderr().lock().write_fmt(text);
 }
 
 fn print(record: &Record<'_>) {
@@ -212,7 +219,7 @@ impl MessageLog {
     /// Prints the messages not printed yet.
     pub fn print(&self) {
         for (_, text) in &self.lines {
-            eprintln!("{OWN}: {text}");
+            to_stderr(format_args!("{OWN}: {text}\n"));
         }
     }
 }

@@ -40,7 +40,7 @@ impl Steps {
         if messages::is_json() {
             messages::say(Level::Info, &format!("{name}: {result} ({seconds:.1} s)"));
         } else if !messages::is_quiet() {
-            eprintln!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)");
+            messages::to_stderr(format_args!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)\n"));
         }
         Ok(value)
     }

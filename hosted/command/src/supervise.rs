@@ -6,6 +6,7 @@
 
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
+use crate::messages;
 use proto::errno::Cause;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 use std::collections::VecDeque;
@@ -151,7 +152,7 @@ pub fn become_other_program(name: &str, copy: fn() -> io::Result<File>) -> Optio
         Some(Err(reason)) => reason,
         None => format!("{MARK} is for internal use"),
     };
-    eprintln!("parador: error: {reason}");
+    messages::to_stderr(format_args!("parador: error: {reason}\n"));
     Some(ExitCode::from(CANNOT_START))
 }
 

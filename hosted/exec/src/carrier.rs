@@ -12,7 +12,7 @@ use rustix::termios::tcgetwinsize;
 use signal_hook::consts::SIGWINCH;
 use signal_hook::iterator::Signals;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -98,7 +98,8 @@ impl Carrier {
     /// exit code.
     ///
     /// # Errors
-    /// The VM ends before the command; the time limit: 124.
+    /// The VM ends before the command; the time limit: 124; the command's output cannot be written,
+    /// as on a full disk.
     pub fn carry(self, vm: &mut AgentVm, deadline: Option<Instant>) -> Result<u8, Failure> {
         let Self { control, signals, streams, has_terminal } = self;
         let _raw = has_terminal.then(Raw::enter);
@@ -108,9 +109,10 @@ impl Carrier {
         let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
         match end.recv_timeout(limit) {
             Ok(Ok(Some(end))) => {
-                for output in outputs {
-                    // A panic of the thread has been reported.
-                    let _ = output.join();
+                // A panic of a thread has been reported.
+                let failed = outputs.into_iter().filter_map(|output| output.join().ok().flatten());
+                if let Some(error) = failed.collect::<Vec<_>>().first() {
+                    return Err(Failure::os("write the command's output", error));
                 }
                 Ok(match end {
                     End::Exited(code) => code,
@@ -169,8 +171,9 @@ impl Streams {
         Ok(Self::Three([input?, output?, error?]))
     }
 
-    /// Starts copying; the threads of output end with it.
-    fn copy(self) -> Result<Vec<JoinHandle<()>>, Failure> {
+    /// Starts copying; the threads of output end with it, and return the error of a lost output.
+    fn copy(self) -> Result<Vec<JoinHandle<Option<io::Error>>>, Failure> {
+        let has_terminal = matches!(self, Self::Terminal(_));
         let (input, outputs) = match self {
             Self::Terminal(stream) => {
                 let own = stream.try_clone().os_error("copy a descriptor")?;
@@ -185,16 +188,20 @@ impl Streams {
         let stdin = own_file(io::stdin().as_fd())?;
         // It may wait for input when the command has ended, and ends with this process.
         spawn(move || {
-            copy(stdin, &input);
+            // The command has closed its input, or ended.
+            let _ = copy(stdin, &input);
             let _ = input.shutdown(Shutdown::Write);
         })?;
         outputs
             .into_iter()
             .map(|(from, to)| {
                 spawn(move || {
-                    copy(&from, to);
-                    // The reader has gone: the command gets SIGPIPE.
+                    let copied = copy(&from, to);
+                    // No reader takes more: the command gets SIGPIPE.
                     let _ = from.shutdown(Shutdown::Both);
+                    // That is all that a command learns of a reader or terminal that has gone.
+                    let is_lost = |error: &io::Error| error.kind() != ErrorKind::BrokenPipe;
+                    copied.err().filter(|error| !has_terminal && is_lost(error))
                 })
             })
             .collect()
@@ -206,23 +213,26 @@ fn own_file(stream: BorrowedFd<'_>) -> Result<File, Failure> {
     stream.try_clone_to_owned().map(File::from).os_error("copy a descriptor")
 }
 
-fn spawn(action: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Failure> {
+fn spawn<T: Send + 'static>(
+    action: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>, Failure> {
     thread::Builder::new().spawn(action).os_error("create a thread")
 }
 
 /// Copies until one side ends.
-fn copy(mut from: impl Read, mut to: impl Write) {
+///
+/// # Errors
+/// The bytes cannot be written. A failed read is an end.
+fn copy(mut from: impl Read, mut to: impl Write) -> io::Result<()> {
     let mut room = vec![0; ROOM];
     loop {
         let count = match from.read(&mut room) {
-            Ok(0) => return,
+            Ok(0) => return Ok(()),
             Ok(count) => count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(_) => return,
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            Err(_) => return Ok(()),
         };
-        if to.write_all(&room[..count]).is_err() {
-            return;
-        }
+        to.write_all(&room[..count])?;
     }
 }
 
@@ -268,7 +278,7 @@ fn receive_end(control: &UnixStream) -> io::Result<Option<End>> {
     match wire::receive(control, &mut room) {
         Ok(Some(())) => {}
         Ok(None) => return Ok(None),
-        Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(error),
+        Err(error) if error.kind() == ErrorKind::InvalidData => return Err(error),
         // The VM has ended.
         Err(_) => return Ok(None),
     }

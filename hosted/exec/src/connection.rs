@@ -174,9 +174,11 @@ fn expect_line(stream: &mut UnixStream) -> io::Result<()> {
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
         let mut byte = [0];
-        if line.len() == LONGEST || stream.read(&mut byte)? == 0 {
+        if line.len() == LONGEST {
             return Err(hang_up());
         }
+        // A signal interrupts a read with a time limit, and this continues it.
+        stream.read_exact(&mut byte)?;
         line.push(byte[0]);
     }
     if line.starts_with(b"OK ") { Ok(()) } else { Err(io::Error::other("no vsock socket")) }

@@ -262,13 +262,26 @@ fn unknown(root: &Path) -> Failure {
         .help("use a folder, an archive of a container image, or an image of a disk")
 }
 
+/// Returns whether a folder is in a file system of which each kernel has its own: the host's in its
+/// place would describe other processes and devices to the guest.
+fn is_of_kernel(folder: &Path) -> bool {
+    let is_in = |place: &str| folder.starts_with(place);
+    ["/proc", "/sys", "/dev"].into_iter().any(is_in) && !is_in("/dev/shm")
+}
+
 /// Returns the shared directories: the current folder, and those of the options.
 fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
-    let own = (current != Path::new("/")).then(|| (current.to_owned(), false, false));
+    let is_shareable = current != Path::new("/") && !is_of_kernel(current);
+    let own = is_shareable.then(|| (current.to_owned(), false, false));
     let more = options.rw.iter().map(|changed| (&changed.folder, false, changed.owners));
     let more = more.chain(options.ro.iter().map(|folder| (folder, true, false)));
     let more = more.map(|(folder, read_only, owners)| {
         let found = fs::canonicalize(folder).file_error("find the folder", folder)?;
+        if is_of_kernel(&found) {
+            let text = format!("{} is the guest kernel's own", found.display());
+            return Err(Failure::new(failure::USAGE, text)
+                .help("/proc, /sys and /dev of this host cannot be shared, but for /dev/shm"));
+        }
         match (found == Path::new("/"), read_only) {
             (true, false) => Err(Failure::new(
                 failure::USAGE,
@@ -434,6 +447,16 @@ mod tests {
         let names: Vec<&str> = names.filter(|one| !one.starts_with("TERM=")).collect();
         assert_eq!(names, ["PATH=/image", "A=2"]);
         assert_eq!(joined_path(&of_image_environment(&[])), PATH);
+    }
+
+    #[test]
+    fn folders_of_kernels_are_not_shared() {
+        for folder in ["/proc", "/proc/1/fd", "/sys/fs/cgroup", "/dev", "/dev/pts"] {
+            assert!(is_of_kernel(Path::new(folder)), "{folder}");
+        }
+        for folder in ["/", "/process", "/dev/shm", "/dev/shm/a", "/srv/dev", "/system"] {
+            assert!(!is_of_kernel(Path::new(folder)), "{folder}");
+        }
     }
 
     fn joined_path(variables: &[OsString]) -> OsString {

@@ -14,6 +14,8 @@
 //!
 //! `parador oci` has its VMs and carriers of `vm` and `carrier`, too.
 #![forbid(unsafe_code)]
+// It panics where standard error cannot be written: messages::to_stderr.
+#![deny(clippy::print_stderr)]
 
 pub mod carrier;
 pub mod connection;
@@ -28,6 +30,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use guest::Plan;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::interrupt;
 use hosted_command::messages::{self, Format};
 use hosted_command::programs::Named;
 use hosted_command::scratch::{self, ScratchFolder};
@@ -220,7 +223,8 @@ fn carry(
     };
     let has_terminal = isatty(stdin()) && isatty(stdout());
     let set_up = AgentRequest::Configure(guest);
-    let carrier = match Carrier::connect(vm, limit, &FORWARDED, has_terminal, Some(&set_up))? {
+    let forwarded = interrupt::heeded(&FORWARDED);
+    let carrier = match Carrier::connect(vm, limit, &forwarded, has_terminal, Some(&set_up))? {
         Ok(carrier) => carrier,
         Err(code) => return Ok(code),
     };

@@ -65,7 +65,8 @@ pub fn describe(folder: &Path, vm: VmConfig) -> Result<Config, Failure> {
         vm: VmConfig {
             initrd: Some("agent".into()),
             cmdline: Some(command_line(fs::read_to_string(HOSTS_CLOCK).ok().as_deref())),
-            serial: Some(Target::File(folder.join(CONSOLE))),
+            // A guest that prints without end must not fill the runtime folder, which is in memory.
+            serial: Some(Target::Tail(folder.join(CONSOLE))),
             ..vm
         },
         disk: Vec::new(),
@@ -99,6 +100,7 @@ impl AgentVm {
     /// # Errors
     /// Its files or its process cannot be made.
     pub fn start(folder: &Path, config: &Config, programs: &Named) -> Result<Self, Failure> {
+        check_length(&folder.join(SOCKET))?;
         let file = folder.join(DESCRIPTION);
         fs::write(&file, config.to_toml()?).file_error("write", &file)?;
         let messages = folder.join(MESSAGES);
@@ -195,6 +197,18 @@ impl AgentVm {
     }
 }
 
+/// Checks that a socket can have the path: `sun_path` of unix(7) has 108 bytes, with a zero.
+fn check_length(socket: &Path) -> Result<(), Failure> {
+    const LIMIT: usize = 107;
+    let length = socket.as_os_str().len();
+    if length <= LIMIT {
+        return Ok(());
+    }
+    let text = format!("the socket {} has a path of {length} bytes", socket.display());
+    Err(Failure::new(failure::USAGE, format!("{text} (limit {LIMIT})"))
+        .help("set XDG_RUNTIME_DIR, or TMPDIR without it, to a folder with a shorter path"))
+}
+
 /// Returns the lines of a console that state the reason of an end: a panic's first ones, else the
 /// last ones.
 fn last_words(console: &str) -> String {
@@ -220,6 +234,21 @@ mod tests {
         for other in [Some("kvm-clock\n"), Some(""), None] {
             assert_eq!(command_line(other), COMMAND_LINE);
         }
+    }
+
+    #[test]
+    fn paths_of_sockets_are_bounded() {
+        let path = |length: usize| PathBuf::from(format!("/{}", "a".repeat(length - 1)));
+        check_length(&path(107)).unwrap();
+        let failure = check_length(&path(108)).unwrap_err();
+        assert_eq!(failure.code(), failure::USAGE);
+        assert!(failure.to_string().contains("108 bytes (limit 107)"), "{failure}");
+    }
+
+    #[test]
+    fn the_file_of_the_console_is_bounded() {
+        let config = describe(Path::new("/run/vm"), VmConfig::default()).unwrap();
+        assert_eq!(config.vm.serial, Some(Target::Tail("/run/vm/console".into())));
     }
 
     #[test]

@@ -15,4 +15,4 @@ pub mod symbols;
 pub use error::Error;
 pub use image::Image;
 pub use prepare::{Prepared, VmSpec, check_host, check_memory, empty, has_keys, prepare};
-pub use reader::KernelReader;
+pub use reader::{KernelReader, MAX_KERNEL};

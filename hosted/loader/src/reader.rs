@@ -2,11 +2,14 @@
 //! memory costs more time than everything else before the start of a VM.
 
 use std::fs::File;
-use std::io::{self, Seek};
+use std::io::{self, Read, Seek};
 use std::os::unix::fs::FileExt;
 
 use object::read::ReadCache;
 use rustix::fs::{MemfdFlags, memfd_create};
+
+/// Most bytes of a kernel that is read as a whole: a pipe or device may have no end.
+pub const MAX_KERNEL: u64 = 1 << 30;
 
 /// Open kernel file.
 pub struct KernelReader {
@@ -16,14 +19,16 @@ pub struct KernelReader {
 }
 
 impl KernelReader {
-    /// Takes an open file. A pipe is read to its end.
+    /// Takes an open file. A pipe is read to its end, up to 1 GiB.
     ///
     /// # Errors
     /// It cannot be read.
     pub fn new(mut file: File) -> io::Result<Self> {
         if !file.metadata()?.is_file() {
             let mut copy = File::from(memfd_create("parador-kernel", MemfdFlags::CLOEXEC)?);
-            io::copy(&mut file, &mut copy)?;
+            if io::copy(&mut (&file).take(MAX_KERNEL + 1), &mut copy)? > MAX_KERNEL {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
             copy.rewind()?;
             file = copy;
         }
@@ -89,6 +94,8 @@ mod tests {
         let error = reader.read_blocks(8, 3, 16, &mut take).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
         assert!(reader.read_blocks(u64::MAX, 2, 1, &mut take).is_err());
+        let endless = KernelReader::new(File::open("/dev/zero").unwrap()).err().unwrap();
+        assert_eq!(endless.kind(), io::ErrorKind::FileTooLarge);
         let whole = [(0, b"123".to_vec()), (3, b"456".to_vec()), (6, b"7".to_vec())];
         assert_eq!(blocks, whole);
     }

@@ -14,6 +14,7 @@ use crate::vm_files::VmFiles;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
+use hosted_command::input;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::messages::{Level, say};
 use hosted_command::programs::Named;
@@ -22,7 +23,6 @@ use hosted_kbuild::refused;
 use hosted_loader::{Error, Image, KernelReader, Prepared};
 use hosted_system::initramfs;
 use proto::hosted::{layout, option};
-use std::fs;
 use std::io::Seek;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -259,7 +259,7 @@ impl Backend {
         image: &KernelImage<'_>,
     ) -> Result<Start, Failure> {
         let mut nets = open_nets(&spec.config.net)?;
-        let initrd = initrd(spec.vm().initrd.as_deref(), &self.programs)?;
+        let initrd = initrd(spec.vm().initrd.as_deref(), &self.programs, spec.memory)?;
         let (prepared, more) = match image {
             KernelImage::Process(image) => {
                 (self.load(spec, files, &nets, image, initrd.as_deref())?, Vec::new())
@@ -415,13 +415,13 @@ fn open_nets(nets: &[NetConfig]) -> Result<Vec<NetBackend>, Failure> {
     Ok(opened.into_iter().flatten().collect())
 }
 
-/// Reads or builds the configured RAM disk.
-fn initrd(path: Option<&Path>, named: &Named) -> Result<Option<Vec<u8>>, Failure> {
+/// Reads or builds the configured RAM disk; a guest with `memory` bytes has no room for more.
+fn initrd(path: Option<&Path>, named: &Named, memory: u64) -> Result<Option<Vec<u8>>, Failure> {
     let Some(path) = path else { return Ok(None) };
     let initrd = match BuiltInitrd::of(path) {
         Some(BuiltInitrd::Busybox) => busybox(),
         Some(BuiltInitrd::Agent) => companion::agent_disk(named),
-        None => fs::read(path).file_error("read", path),
+        None => input::bytes(path, memory),
     };
     initrd.map(Some)
 }

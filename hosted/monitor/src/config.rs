@@ -55,12 +55,11 @@ use clap::Args;
 use console::Target;
 use gdb::GdbEndpoint;
 use hosted_command::failure::{self, Failure};
+use hosted_command::input;
 use hosted_command::problem::{Diagnostics, Problem};
 use hosted_command::toml_text;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::fs;
-use std::io;
 use std::path::Path;
 use toml::{Table, Value};
 use vm::VmConfig;
@@ -105,12 +104,7 @@ impl Config {
     /// Invalid contents, with the position in the file: code 65. The file cannot be read: 66, 71 or
     /// 77.
     pub fn read(path: &Path) -> Result<Self, Failure> {
-        let text = fs::read_to_string(path).map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidData => {
-                Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", path.display()))
-            }
-            _ => Failure::file("read", path, &error),
-        })?;
+        let text = input::text(path)?;
         match Self::parse(&text) {
             Ok(config) => Ok(config.in_folder(path.parent().unwrap_or(Path::new("")))),
             Err(problem) => {

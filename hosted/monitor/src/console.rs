@@ -3,6 +3,8 @@
 //! Only standard output can block a VM. Any other reader that does not keep up loses output: the VM
 //! never waits for the users of its console.
 
+mod tail;
+
 use crate::config::console::Target;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, say};
@@ -16,6 +18,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use tail::TailFile;
 
 /// Open host end of a console line.
 pub enum HostConsole {
@@ -25,6 +28,8 @@ pub enum HostConsole {
     Null,
     /// A file, for output only.
     File(File),
+    /// A file with the end of the output.
+    Tail(TailFile),
     /// A pseudoterminal. Its other end stays open, which prevents a hang-up.
     Pty {
         /// End of `parador`.
@@ -80,6 +85,7 @@ impl HostConsole {
                     opened.file_error("write", path)?
                 }
             }),
+            Target::Tail(path) => Self::Tail(TailFile::create(path).file_error("write", path)?),
             Target::Pty => {
                 let (master, other, path) = pty().os_error("create a pseudoterminal")?;
                 say(Level::Info, &format!("{name} is {path}"));
@@ -101,7 +107,7 @@ impl HostConsole {
     pub fn is_connected(&self) -> bool {
         match self {
             Self::Unix(socket) => socket.client.is_some(),
-            Self::Stdio | Self::Null | Self::File(_) | Self::Pty { .. } => true,
+            Self::Stdio | Self::Null | Self::File(_) | Self::Tail(_) | Self::Pty { .. } => true,
         }
     }
 
@@ -109,7 +115,7 @@ impl HostConsole {
     pub fn input(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Stdio => Some(stdin()),
-            Self::Null | Self::File(_) => None,
+            Self::Null | Self::File(_) | Self::Tail(_) => None,
             Self::Pty { master, .. } => Some(master.as_fd()),
             Self::Unix(socket) => Some(match &socket.client {
                 Some(client) => client.as_fd(),
@@ -122,7 +128,7 @@ impl HostConsole {
     pub fn read(&mut self, buffer: &mut [u8]) -> Input {
         let result = match self {
             Self::Stdio => read(stdin(), buffer),
-            Self::Null | Self::File(_) => Ok(0),
+            Self::Null | Self::File(_) | Self::Tail(_) => Ok(0),
             Self::Pty { master, .. } => read(&*master, buffer),
             Self::Unix(socket) => {
                 let Some(client) = &socket.client else {
@@ -163,6 +169,7 @@ impl HostConsole {
             }
             Self::Null => Ok(()),
             Self::File(file) => file.write_all(bytes),
+            Self::Tail(tail) => tail.append(bytes),
             Self::Pty { master, .. } => {
                 // Output is lost without a reader.
                 let _ = rustix::io::write(&*master, bytes);

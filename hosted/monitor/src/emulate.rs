@@ -6,6 +6,7 @@ use crate::exit::ExitCause;
 use crate::vm_process::VmProcess;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::messages;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::attach::{Bus, EmulatedDisk, MAX_MMIO_DEVICES, MMIO_PER_PAGE, VirtioBus};
 use hosted_system::image::Image;
@@ -95,7 +96,8 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
         show("end of the kernel's log", &log, &options.log.display().to_string());
     }
     let seconds = start.elapsed().as_secs_f64();
-    eprintln!("parador: {} (exit code {}, {seconds:.1} s)", verdict.text, verdict.code);
+    let Verdict { text, code, .. } = &verdict;
+    messages::to_stderr(format_args!("parador: {text} (exit code {code}, {seconds:.1} s)\n"));
     Ok(verdict.code)
 }
 
@@ -119,9 +121,9 @@ fn show(what: &str, text: &str, origin: &str) {
     if lines.is_empty() {
         return;
     }
-    eprintln!("parador: {what} ({origin}):");
+    messages::to_stderr(format_args!("parador: {what} ({origin}):\n"));
     for line in &lines[lines.len().saturating_sub(SHOWN_LINES)..] {
-        eprintln!("  | {}", line.trim_end());
+        messages::to_stderr(format_args!("  | {}\n", line.trim_end()));
     }
 }
 

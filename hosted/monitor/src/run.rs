@@ -14,13 +14,14 @@ use crate::supervisor::{Supervisor, Symbols};
 use crate::vm_files::VmFiles;
 use clap::Args;
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::input;
 use hosted_command::messages;
 use hosted_command::output::print;
 use hosted_command::programs::Named;
 use hosted_command::supervise;
+use hosted_loader::MAX_KERNEL;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use vmm_boot::Kernel;
@@ -125,7 +126,7 @@ pub fn launch(config: Config, launch: Launch<'_>) -> Result<u8, Failure> {
 /// # Errors
 /// The file cannot be read: code 66, 71 or 77.
 pub fn is_bzimage(kernel: &Path) -> Result<bool, Failure> {
-    let bytes = fs::read(kernel).file_error("read", kernel)?;
+    let bytes = input::bytes(kernel, MAX_KERNEL)?;
     Ok(matches!(Kernel::detect(&bytes), Ok(Kernel::BzImage(_))))
 }
 

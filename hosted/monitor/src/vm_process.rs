@@ -177,7 +177,8 @@ fn enter_terminal(has_terminal: bool, keys: &str) -> Option<Raw> {
         if messages::is_json() {
             messages::say(Level::Info, keys);
         } else {
-            eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
+            let keys = keys.replace('\n', "\r\n");
+            messages::to_stderr(format_args!("parador: {keys}\r\n"));
         }
     }
     raw

@@ -11,6 +11,7 @@ use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::messages::to_stderr;
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
@@ -187,7 +188,7 @@ fn container(global: &Global, store: &Store, carry: &Carry, reporter: &UnixStrea
 
 fn exit_code(carried: Result<u8, Failure>) -> u8 {
     carried.unwrap_or_else(|failure| {
-        eprintln!("parador-oci: {}", report::text(&failure));
+        to_stderr(format_args!("parador-oci: {}\n", report::text(&failure)));
         LOST
     })
 }

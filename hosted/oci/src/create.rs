@@ -7,6 +7,7 @@ use crate::store::{ContainerRecord, Status, Store};
 use crate::systemd::Scope;
 use crate::{carrier, cgroup, lifecycle, mounts, refuse, report, scratch};
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::messages::to_stderr;
 use hosted_monitor::runtime::RuntimeFolder;
 use std::env;
 use std::fs::{self, DirBuilder};
@@ -49,7 +50,7 @@ pub fn create(global: &Global, arguments: &Create, is_attached: bool) -> Result<
     if built.is_err() {
         // The reason of the failure is more important than what cannot be removed.
         if let Err(failure) = lifecycle::remove(&store, &arguments.id) {
-            eprintln!("{}", report::text(&failure));
+            to_stderr(format_args!("{}\n", report::text(&failure)));
         }
     }
     built

@@ -29,6 +29,8 @@
 //!
 //! The specification is `docs/spec/oci.md`.
 #![forbid(unsafe_code)]
+// It panics where standard error cannot be written: messages::to_stderr.
+#![deny(clippy::print_stderr)]
 
 mod annotations;
 mod balloon;

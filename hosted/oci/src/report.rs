@@ -2,6 +2,7 @@
 
 use crate::line::{Global, LogFormat};
 use hosted_command::failure::Failure;
+use hosted_command::messages::to_stderr;
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -10,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Reports a failure to the engine.
 pub fn failure(global: &Global, failure: &Failure) {
     let text = text(failure);
-    eprintln!("{text}");
+    to_stderr(format_args!("{text}\n"));
     let Some(path) = &global.log else { return };
     let line = match global.log_format {
         LogFormat::Json => json!({ "level": "error", "msg": text, "time": now() }).to_string(),

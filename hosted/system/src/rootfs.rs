@@ -10,6 +10,7 @@ use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
+use hosted_command::messages;
 use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
@@ -158,7 +159,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let modules = modules(options, kernel.as_ref(), caller)?;
     let record = record(options, key.as_deref());
     if is_there(options, &record)? {
-        eprintln!("parador: {} already exists", output.display());
+        messages::to_stderr(format_args!("parador: {} already exists\n", output.display()));
         return Ok(());
     }
     check_host()?;

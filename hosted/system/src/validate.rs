@@ -28,14 +28,14 @@ use crate::vtlb;
 use attachments::Attached;
 use cpus::{CpuRequest, MAX_CPUS, least_cpus};
 use hosted_command::architecture::Architecture;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::Failure;
+use hosted_command::input;
 use hosted_command::problem::Problem;
 use hosted_command::toml_text;
 use hosted_command::value::Size;
 use names::{Names, is_name};
 use proto::channel::MAX_CHANNELS;
 use proto::system as compiled;
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
@@ -63,12 +63,7 @@ pub struct Overrides {
 
 /// Reads and validates the description in `file`.
 pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Failure> {
-    let text = fs::read_to_string(file).map_err(|error| match error.kind() {
-        std::io::ErrorKind::InvalidData => {
-            Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", file.display()))
-        }
-        _ => Failure::file("read", file, &error),
-    })?;
+    let text = input::text(file)?;
     let source = Source { file: file.display().to_string(), text };
     let description = match toml_text::parse::<Description>(&source.text) {
         Ok(description) => description,

@@ -32,7 +32,7 @@ const CASE: Case =
     Case { options: &[], root: "/", command: &[], input: "", code: 0, output: "", errors: "" };
 
 /// `FOLDER` stands for the current folder.
-const CASES: [Case; 19] = [
+const CASES: [Case; 21] = [
     Case {
         command: &["sh", "-c", "echo out; echo err >&2; exit 42"],
         code: 42,
@@ -97,6 +97,14 @@ const CASES: [Case; 19] = [
         errors: "would let the command change all of this host",
         ..CASE
     },
+    Case {
+        options: &["--ro", "/proc"],
+        command: &["true"],
+        code: 125,
+        errors: "/proc is the guest kernel's own",
+        ..CASE
+    },
+    Case { command: &[""], code: 125, errors: "cannot start a program without a name", ..CASE },
     Case { options: &["-m", "1"], command: &["true"], code: 125, errors: "invalid", ..CASE },
     Case {
         options: &["--agent-timeout", "2h"],
@@ -145,7 +153,30 @@ pub fn commands() -> Result<()> {
         ensure!(is_good, "{command:?} in {root}: {:?}\n{out}\n{err}", ended.status);
     }
     ensure!(!Path::new("/etc/parador-gone").exists(), "the host's root was changed");
+    kernels_folder(&rig)?;
+    lost_output(&rig)?;
     clocks(&rig)
+}
+
+/// In a folder of the host's kernel a command has that of the guest's.
+fn kernels_folder(rig: &Rig) -> Result<()> {
+    let mut command = exec(rig);
+    let ended =
+        run(command.current_dir("/proc").args(["/", "--", "cat", "sys/kernel/hostname"]), "")?;
+    ensure!(ended.status.success() && ended.stdout == b"parador\n", "{ended:?}");
+    Ok(())
+}
+
+/// Output that cannot be written is an error, although the command has not learned of it.
+fn lost_output(rig: &Rig) -> Result<()> {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").context("no /dev/full")?;
+    let mut command = exec(rig);
+    command.args(["/", "--", "echo", "lost"]).stdin(Stdio::null()).stdout(full);
+    let ended = command.stderr(Stdio::piped()).output().context("cannot start parador")?;
+    let errors = String::from_utf8_lossy(&ended.stderr);
+    let is_reported = errors.contains("cannot write the command's output: No space left");
+    ensure!(ended.status.code() == Some(125) && is_reported, "{ended:?}");
+    Ok(())
 }
 
 /// The guest's wall clock and its real-time clock have the host's time.
@@ -299,8 +330,13 @@ pub fn terminal() -> Result<()> {
 /// Signals reach the command; nothing is left when the carrier is killed.
 pub fn killed() -> Result<()> {
     let rig = Rig::new()?;
-    let start = |script: &str| {
-        let mut command = exec(&rig);
+    let start = |prefix: &[&str], script: &str| {
+        let own = exec(&rig);
+        let mut command = Command::new(prefix.first().copied().unwrap_or("env"));
+        command.args(prefix.iter().skip(1)).arg(own.get_program()).args(own.get_args());
+        command
+            .current_dir(rig.folder())
+            .envs(own.get_envs().filter_map(|(name, value)| Some((name, value?))));
         command.env("XDG_RUNTIME_DIR", rig.folder()).args(["/", "--", "sh", "-c", script]);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let mut line = [0; 6];
@@ -308,11 +344,16 @@ pub fn killed() -> Result<()> {
         ensure!(line == *b"ready\n", "it has printed {line:?}");
         Ok(child)
     };
-    let mut child = start("trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done")?;
+    let mut child = start(&[], "trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done")?;
     kill_process(Pid::from_child(&child), Signal::TERM).context("cannot send a signal")?;
     let code = child.wait().context("cannot wait")?.code();
     ensure!(code == Some(7), "the command's handler gave {code:?}");
-    let mut child = start("echo ready; sleep 100")?;
+    resized_early(&rig)?;
+    let mut child = start(&["nohup"], "echo ready; sleep 1; exit 8")?;
+    kill_process(Pid::from_child(&child), Signal::HUP).context("cannot send a signal")?;
+    let code = child.wait().context("cannot wait")?.code();
+    ensure!(code == Some(8), "SIGHUP ended a command below nohup with {code:?}");
+    let mut child = start(&[], "echo ready; sleep 100")?;
     ensure!(processes(rig.folder())? != 0, "the VM has no process");
     child.kill().and_then(|()| child.wait()).context("cannot kill it")?;
     let deadline = Instant::now() + GONE;
@@ -320,6 +361,21 @@ pub fn killed() -> Result<()> {
         ensure!(Instant::now() < deadline, "processes of the VM are left");
         sleep(Duration::from_millis(50));
     }
+    Ok(())
+}
+
+/// Signals before the agent's answer, as of a terminal that is resized, do no harm.
+fn resized_early(rig: &Rig) -> Result<()> {
+    let mut command = exec(rig);
+    let mut child = command.args(["/", "--", "true"]).stdin(Stdio::null()).spawn()?;
+    let code = loop {
+        if let Some(status) = child.try_wait().context("cannot wait")? {
+            break status.code();
+        }
+        kill_process(Pid::from_child(&child), Signal::WINCH).context("cannot send a signal")?;
+        sleep(Duration::from_millis(1));
+    };
+    ensure!(code == Some(0), "SIGWINCH ended the command with {code:?}");
     Ok(())
 }
 

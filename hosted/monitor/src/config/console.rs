@@ -14,21 +14,24 @@ pub enum Target {
     Null,
     /// Output to this file.
     File(PathBuf),
+    /// The last 64 to 128 KiB of the output to this file.
+    Tail(PathBuf),
     /// A Unix socket; one client at a time.
     Unix(PathBuf),
 }
 
 impl Target {
-    /// Parses `stdio`, `pty`, `null`, `file=PATH` or `unix=PATH`.
+    /// Parses `stdio`, `pty`, `null`, `file=PATH`, `tail=PATH` or `unix=PATH`.
     pub fn parse(text: &str) -> Result<Self, String> {
         match (text, text.split_once('=')) {
             ("stdio", _) => Ok(Self::Stdio),
             ("pty", _) => Ok(Self::Pty),
             ("null", _) => Ok(Self::Null),
             (_, Some(("file", path))) if !path.is_empty() => Ok(Self::File(path.into())),
+            (_, Some(("tail", path))) if !path.is_empty() => Ok(Self::Tail(path.into())),
             (_, Some(("unix", path))) if !path.is_empty() => Ok(Self::Unix(path.into())),
             _ => Err(format!(
-                "invalid target `{text}`: expected stdio, pty, null, file=PATH or unix=PATH"
+                "invalid target `{text}`: expected stdio, pty, null, file=PATH, tail=PATH or unix=PATH"
             )),
         }
     }
@@ -39,6 +42,7 @@ impl Target {
             Self::Pty => "pty".to_owned(),
             Self::Null => "null".to_owned(),
             Self::File(path) => format!("file={}", path.to_str()?),
+            Self::Tail(path) => format!("tail={}", path.to_str()?),
             Self::Unix(path) => format!("unix={}", path.to_str()?),
         })
     }
@@ -46,7 +50,7 @@ impl Target {
     /// Returns the path, if the target has one.
     pub fn path_mut(&mut self) -> Option<&mut PathBuf> {
         match self {
-            Self::File(path) | Self::Unix(path) => Some(path),
+            Self::File(path) | Self::Tail(path) | Self::Unix(path) => Some(path),
             _ => None,
         }
     }
@@ -55,7 +59,7 @@ impl Target {
     /// can be written by several.
     pub fn is_exclusive(&self) -> bool {
         match self {
-            Self::Stdio | Self::Unix(_) => true,
+            Self::Stdio | Self::Tail(_) | Self::Unix(_) => true,
             Self::File(path) => !path.starts_with("/dev") && !path.starts_with("/proc"),
             Self::Pty | Self::Null => false,
         }
@@ -99,14 +103,14 @@ impl Virtio {
 string_value!(
     Virtio,
     "Console",
-    "^(off|(stdio|pty|null|file=.+|unix=.+)(,kernel=off)?)$",
+    "^(off|(stdio|pty|null|file=.+|tail=.+|unix=.+)(,kernel=off)?)$",
     "Connection of the virtio console; `off`: the VM has none; `,kernel=off`: it is no console of the guest kernel."
 );
 
 string_value!(
     Target,
     "Serial",
-    "^(stdio|pty|null|file=.+|unix=.+)$",
+    "^(stdio|pty|null|file=.+|tail=.+|unix=.+)$",
     "Connection of the serial line."
 );
 
@@ -116,11 +120,11 @@ mod tests {
 
     #[test]
     fn targets() {
-        for text in ["stdio", "pty", "null", "file=a=b", "unix=/run/s"] {
+        for text in ["stdio", "pty", "null", "file=a=b", "tail=a", "unix=/run/s"] {
             let target = Target::parse(text).unwrap();
             assert_eq!(serde_json::to_string(&target).unwrap(), format!("\"{text}\""));
         }
-        for text in ["", "file=", "unix", "tty"] {
+        for text in ["", "file=", "tail=", "unix", "tty"] {
             assert!(Target::parse(text).is_err(), "{text}");
         }
     }

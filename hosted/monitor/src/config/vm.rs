@@ -64,8 +64,8 @@ pub struct VmConfig {
     /// Least severe messages about the VM that are printed at exit [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
-    /// Connection of the serial line (ttyS0): stdio, pty, null, file=PATH, unix=PATH [default:
-    /// stdio; null with --console stdio].
+    /// Connection of the serial line (ttyS0): stdio, pty, null, file=PATH, tail=PATH, unix=PATH
+    /// [default: stdio; null with --console stdio].
     #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
     pub serial: Option<Target>,
     /// Add a virtio console (hvc0), which becomes the guest's primary console, and connect it: off,
