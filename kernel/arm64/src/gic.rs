@@ -251,6 +251,15 @@ pub fn set_virtual_timer_active(is_active: bool) {
     data_barrier();
 }
 
+/// Makes the distributor of a GICv2 look at the guests' timer again, by enabling its interrupt, which
+/// is enabled.
+#[cold]
+pub fn look_at_virtual_timer() {
+    let bits = virtual_timer().map_or(0, |number| 1 << number);
+    registers(&DISTRIBUTOR).write(distributor::ISENABLER, bits);
+    data_barrier();
+}
+
 /// Returns whether a device can have this interrupt.
 pub fn is_valid(number: u32) -> bool {
     (gic::FIRST_SHARED..COUNT.load(Ordering::Relaxed)).contains(&number)

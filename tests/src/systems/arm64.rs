@@ -245,6 +245,9 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
                 Step::Console("smccc_trng"),
                 Step::Type("[ $(date +%s) -gt 1700000000 ] && echo the time is $((6 * 7))\n"),
                 Step::Console("the time is 42"),
+                // Timers that expire while the previous interrupt is handled.
+                Step::Type("for i in $(seq 100); do usleep 4000; done; echo slept $((6 * 8))\n"),
+                Step::Console("slept 48"),
                 Step::Type("time sleep 1; for i in $(seq 100); do echo; done | wc -l; poweroff\n"),
                 Step::Console("real\t0m 1.0"),
                 Step::Console("100"),

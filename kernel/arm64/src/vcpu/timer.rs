@@ -13,7 +13,7 @@ use hw_arm64::registers::{TIMER_ENABLED, TIMER_MASKED};
 use kernel_core::Kernel;
 
 use super::{GuestCpu, virqs};
-use crate::{Arm64, gic, io, read_register, write_register};
+use crate::{Arm64, gic, io, read_register, time, write_register};
 
 /// State of a vCPU's timer beside its registers.
 #[derive(Clone)]
@@ -78,6 +78,16 @@ pub fn fired(kernel: &Kernel<Arm64>, local: &GuestCpu) {
             stop();
             gic::set_virtual_timer_active(false);
         }
+    }
+}
+
+/// After an exit from a guest with a GICv2: a timer that has expired interrupts. QEMU loses that
+/// interrupt if the guest ends the previous one after the timer has expired again:
+/// `gic_complete_irq` in its `hw/intc/arm_gic.c` deactivates the linked interrupt, but evaluates the
+/// guest's interface only.
+pub fn look_again() {
+    if deadline() <= time::counter() {
+        gic::look_at_virtual_timer();
     }
 }
 

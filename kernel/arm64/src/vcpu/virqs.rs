@@ -46,6 +46,8 @@ trait Interface {
     fn set_list(index: usize, value: u64);
     /// Sets the control register, with [`ich::ENABLED`] and [`ich::UNDERFLOW`].
     fn set_control(value: u64);
+    /// Ends the request of [`ich::UNDERFLOW`], after an exit.
+    fn finish();
     /// List registers without an interrupt and without the report of its end: a bit each.
     fn free_lists() -> u64;
     /// Those with the report of an interrupt's end.
@@ -258,5 +260,5 @@ fn take_ended_of<I: Interface>() -> Option<u64> {
 /// Ends the request for maintenance interrupts, after an exit.
 #[inline(always)]
 pub fn finish() {
-    with_interface!(I: I::set_control(ich::ENABLED), else {});
+    with_interface!(I: I::finish(), else {});
 }

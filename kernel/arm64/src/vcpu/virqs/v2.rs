@@ -5,11 +5,13 @@ use core::sync::atomic::{AtomicU32, Ordering};
 
 use hw_arm64::gic::FIRST_SPECIAL;
 use hw_arm64::gic::v2::{self, hypervisor_interface as gich};
+use hw_arm64::gic::virtual_interface as ich;
 
 use super::{ALL_LISTS, Interface};
 use crate::cpu;
 use crate::gic::v2::hypervisor_interface;
 use crate::machine::MAX_CPUS;
+use crate::vcpu::timer;
 
 /// Value of each CPU's control register: most exits leave it as it is.
 static CONTROL: [AtomicU32; MAX_CPUS] = [const { AtomicU32::new(0) }; MAX_CPUS];
@@ -45,6 +47,11 @@ impl Interface for MappedRegisters {
             current.store(value, Ordering::Relaxed);
             hypervisor_interface().write(gich::HCR, value);
         }
+    }
+
+    fn finish() {
+        Self::set_control(ich::ENABLED);
+        timer::look_again();
     }
 
     #[cold]

@@ -1,6 +1,7 @@
 //! The virtual interface of a GICv3: system registers ICH_*_EL2.
 
 use hw_arm64::gic::FIRST_SPECIAL;
+use hw_arm64::gic::virtual_interface as ich;
 
 use super::{ALL_LISTS, Interface};
 use crate::{read_register, write_register};
@@ -42,6 +43,11 @@ impl Interface for SystemRegisters {
         // SAFETY: concerns what guests receive, and an interrupt that only makes the kernel look
         // again.
         unsafe { write_register!("S3_4_C12_C11_0", value) };
+    }
+
+    #[inline(always)]
+    fn finish() {
+        Self::set_control(ich::ENABLED);
     }
 
     #[inline(always)]
