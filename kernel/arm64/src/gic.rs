@@ -251,8 +251,8 @@ pub fn set_virtual_timer_active(is_active: bool) {
     data_barrier();
 }
 
-/// Makes the distributor of a GICv2 look at the guests' timer again, by enabling its interrupt, which
-/// is enabled.
+/// Makes the distributor of a GICv2 look at the guests' timer again, by enabling its interrupt,
+/// which is enabled.
 #[cold]
 pub fn look_at_virtual_timer() {
     let bits = virtual_timer().map_or(0, |number| 1 << number);

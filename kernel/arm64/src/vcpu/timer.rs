@@ -83,8 +83,8 @@ pub fn fired(kernel: &Kernel<Arm64>, local: &GuestCpu) {
 
 /// After an exit from a guest with a GICv2: a timer that has expired interrupts. QEMU loses that
 /// interrupt if the guest ends the previous one after the timer has expired again:
-/// `gic_complete_irq` in its `hw/intc/arm_gic.c` deactivates the linked interrupt, but evaluates the
-/// guest's interface only.
+/// `gic_complete_irq` in its `hw/intc/arm_gic.c` deactivates the linked interrupt, but evaluates
+/// the guest's interface only.
 pub fn look_again() {
     if deadline() <= time::counter() {
         gic::look_at_virtual_timer();
