@@ -110,7 +110,8 @@ fn builds_wait_for_each_other() {
         assert_eq!(code(&output), 0, "{}", errors(&output));
         waited += usize::from(errors(&output).contains("waiting for another build of a disk"));
     }
-    assert_eq!(waited, 2);
+    // The first may have waited for a build of another test.
+    assert!(waited >= 2, "{waited}");
     assert_eq!(folder.list("made"), ["debian", "other"]);
     assert_eq!(folder.read("called"), b"debootstrap\nsh\nmke2fs\n".repeat(2));
 }
