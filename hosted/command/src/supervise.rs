@@ -56,6 +56,11 @@ pub fn command(program: &OsStr, at_end: AtEnd) -> Result<Command, Failure> {
     Ok(command)
 }
 
+/// Creates a command for `parador` itself.
+pub fn own(at_end: AtEnd) -> Result<Command, Failure> {
+    command(OsStr::new(SELF), at_end)
+}
+
 /// Creates a command for the copy of the wedge in `parador`.
 pub fn copied(at_end: AtEnd) -> Command {
     let mut command = again(at_end);

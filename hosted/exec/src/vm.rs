@@ -9,11 +9,10 @@ use hosted_monitor::config::vm::VmConfig;
 use hosted_monitor::config::vsock::{Cid, VsockConfig};
 use proto::system::MAX_VCPUS;
 use rustix::process::{Pid, Signal, kill_process};
-use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -105,7 +104,7 @@ impl AgentVm {
         fs::write(&file, config.to_toml()?).file_error("write", &file)?;
         let messages = folder.join(MESSAGES);
         let messages = File::create(&messages).file_error("write", &messages)?;
-        let mut command = own(AtEnd::Terminate)?;
+        let mut command = supervise::own(AtEnd::Terminate)?;
         command.args(["run", "--quiet", "--config"]).arg(&file);
         programs.pass(&mut command);
         // Signals of the terminal are the command's.
@@ -217,11 +216,6 @@ fn last_words(console: &str) -> String {
     let panic = lines.iter().position(|line| line.contains(PANIC));
     let first = panic.unwrap_or(lines.len().saturating_sub(SHOWN));
     lines[first..].iter().take(SHOWN).copied().collect::<Vec<_>>().join("\n")
-}
-
-/// Creates a command for this program, which ends with it.
-fn own(at_end: AtEnd) -> Result<Command, Failure> {
-    supervise::command(OsStr::new(supervise::SELF), at_end)
 }
 
 #[cfg(test)]

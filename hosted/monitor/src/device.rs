@@ -9,7 +9,6 @@ use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock};
 use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
-use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::{ExitCode, Stdio};
@@ -127,7 +126,7 @@ fn spawn(
     mappings: Vec<FdMapping>,
     name: String,
 ) -> Result<DeviceProcess, Failure> {
-    let mut command = supervise::command(OsStr::new(supervise::SELF), AtEnd::Terminate)?;
+    let mut command = supervise::own(AtEnd::Terminate)?;
     command
         .arg(MARK)
         .args(arguments)

@@ -20,6 +20,7 @@ use crate::compat;
 use crate::kvm;
 use hosted_command::failure::{self, Failure};
 use hosted_command::output;
+use hosted_command::supervise;
 
 mod host;
 mod limits;
@@ -194,7 +195,7 @@ impl Sandbox {
     }
 
     fn tried() -> Self {
-        let tried = Command::new("/proc/self/exe")
+        let tried = Command::new(supervise::SELF)
             .args(["doctor", "--try-sandbox"])
             .stdin(Stdio::null())
             .stderr(Stdio::null())

@@ -1,6 +1,5 @@
 //! KVM back end of `parador run`: its availability, and the process that runs the VM.
 
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Seek, Write};
 use std::os::fd::OwnedFd;
@@ -44,7 +43,7 @@ fn try_once() -> Result<(), String> {
     if !Path::new("/dev/kvm").exists() {
         return Err("no /dev/kvm".to_owned());
     }
-    let mut command = own_program().map_err(|failure| failure.to_string())?;
+    let mut command = supervise::own(AtEnd::Kill).map_err(|failure| failure.to_string())?;
     command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| describe(&error))?;
     let start = Instant::now();
@@ -75,11 +74,6 @@ fn used(process: &Child) -> Duration {
     clock.and_then(ClockId::now).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Creates a command for `parador` itself.
-fn own_program() -> Result<Command, Failure> {
-    supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)
-}
-
 /// Checks that a kernel is valid and fits into guest memory.
 pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), Failure> {
     let wrong = |error: &dyn std::fmt::Display| {
@@ -97,7 +91,7 @@ pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), 
 
 /// Creates the command of the KVM process.
 pub fn command() -> Result<Command, Failure> {
-    let mut command = own_program()?;
+    let mut command = supervise::own(AtEnd::Kill)?;
     command.arg(MARK);
     Ok(command)
 }

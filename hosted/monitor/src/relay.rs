@@ -11,7 +11,6 @@ use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -25,7 +24,7 @@ const CHUNK: usize = 256 << 10;
 
 /// Starts a filter between two sockets; it ends when either is closed.
 pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
-    supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)?
+    supervise::own(AtEnd::Kill)?
         .arg(MARK)
         .env_clear()
         .process_group(0)

@@ -88,7 +88,7 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     }
     let listener = bind(path).map_err(|error| failed("create switch", error))?;
     let socket = UnixStream::connect(path).map_err(|error| failed("connect to switch", error))?;
-    Command::new("/proc/self/exe")
+    Command::new(supervise::SELF)
         .arg(MARK)
         .arg(name)
         .current_dir("/")
@@ -142,10 +142,7 @@ fn keep(name: &OsStr) -> io::Result<()> {
     let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
     let inode = own()?;
     let failed = |failure: Failure| io::Error::other(failure.to_string());
-    let mut server = supervise::command(OsStr::new(supervise::SELF), AtEnd::Kill)
-        .map_err(failed)?
-        .arg(SERVE)
-        .spawn()?;
+    let mut server = supervise::own(AtEnd::Kill).map_err(failed)?.arg(SERVE).spawn()?;
     // Only the server keeps the listening socket, so connections fail once it has exited.
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
     server.wait()?;

@@ -12,6 +12,7 @@ use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
+use hosted_command::supervise;
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
@@ -64,7 +65,7 @@ pub fn start(
 ) -> Result<Child, Failure> {
     let socket = state.folder.join(format!("report-{}", std::process::id()));
     let listener = UnixListener::bind(&socket).file_error("listen at", &socket)?;
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = Command::new(supervise::SELF);
     command.arg("oci").arg("--root").arg(Store::new(global.root.as_deref()).root());
     if let Some(kernel) = &global.kernel {
         command.arg("--kernel").arg(kernel);

@@ -177,7 +177,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let lock = Lock::wait(Path::new(ARCHIVES_LOCK), "a disk", steps)?;
     interruptible.remove_on_signal(lock.path());
     // Another process may have built this disk meanwhile.
-    if !options.force && is_there(options, &record)? {
+    if is_there(options, &record)? {
         return Ok(());
     }
     let work =
