@@ -127,6 +127,11 @@ pub struct VcpuState {
     /// not. Valid with [`super::exit::HALT`]. Out.
     pub timer_deadline: SharedU64,
 
+    /// If not 0, the vCPU exits with [`super::exit::DEADLINE`] after each preemption of its thread
+    /// ([`RunControl::preemptions`]), before the guest continues: the kernel sets
+    /// [`RunControl::deadline`] to 0. In.
+    pub exit_after_preemption: SharedU64,
+
     /// SGIs that the guest has enabled, in group 1: a bit each. Those the kernel may deliver
     /// without the VMM ([`crate::Op::VmSgiTarget`]); a vCPU's to itself always. In.
     pub sgi_enabled: SharedU64,

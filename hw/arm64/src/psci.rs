@@ -46,6 +46,18 @@ pub mod smccc {
     pub const ARCH_FEATURES: u64 = 0x8000_0001;
 }
 
+/// Stolen time of the calling CPU (DEN 0057).
+pub mod stolen_time {
+    /// Returns whether there is a function.
+    pub const FEATURES: u64 = 0xc500_0020;
+    /// Returns the physical address of the CPU's record.
+    pub const RECORD: u64 = 0xc500_0021;
+    /// Length of a record, and its alignment. Its first words, revision and attributes, are 0.
+    pub const LENGTH: u64 = 64;
+    /// Offset in a record of the time in nanoseconds, 64 bits.
+    pub const TIME: u64 = 8;
+}
+
 /// Interface to random numbers of the firmware (DEN 0098). Results are in `x0` to `x3`, or their
 /// halves.
 pub mod trng {

@@ -99,7 +99,11 @@ impl ArchVcpu for VcpuFrames {
     }
 
     fn count_preemption(&self) {
-        self.state().run.preemptions.add(1);
+        let state = self.state();
+        state.run.preemptions.add(1);
+        if state.exit_after_preemption.get() != 0 {
+            state.run.deadline.set(0);
+        }
     }
 }
 

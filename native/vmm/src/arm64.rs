@@ -66,6 +66,8 @@ fn gic_version(plan: &Vmm) -> Version {
 
 /// Stream of the seed that the first vCPU has ([`RandomSource`]); those of others follow.
 const VCPU_STREAM: u64 = 1 << 32;
+/// Stream for the place of the guest's kernel at its first boot; those of other boots follow.
+const KASLR_STREAM: u64 = 1 << 33;
 /// Number of boots of the guest.
 static BOOTS: AtomicU64 = AtomicU64::new(0);
 
@@ -88,7 +90,8 @@ pub fn load(
     let slots: [_; layout::MAX_SLOTS] = core::array::from_fn(node);
     // Each boot has a seed of its own. The entropy source has stream 0.
     let boot = 1 + BOOTS.fetch_add(1, Ordering::Relaxed);
-    let seed = plan.seed.map(|seed| Generator::new(seed, boot).seed());
+    let random = |stream| plan.seed.map(|seed| Generator::new(seed, stream).seed());
+    let (seed, kaslr_seed) = (random(boot), random(KASLR_STREAM | boot));
     let guest = VirtBoot {
         vcpus: vcpus.len() as u8,
         kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
@@ -97,6 +100,7 @@ pub fn load(
         slots: &slots,
         gic: gic_version(plan),
         seed: seed.as_ref(),
+        kaslr_seed: kaslr_seed.and_then(|seed| seed.first_chunk().copied()).map(u64::from_le_bytes),
     };
     match vmm_boot::virt::load(memory, &guest) {
         Ok(loaded) => Ok(StartRequest { entry: loaded.entry, argument: loaded.tree }),

@@ -133,7 +133,6 @@ impl Control {
 
     /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
     /// idle or parked here, relative to a fixed moment in the past.
-    #[cfg(target_arch = "x86_64")]
     pub fn missed_ticks(&self, index: usize, context: SchedContext) -> u64 {
         let rest =
             context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.paused_ticks();

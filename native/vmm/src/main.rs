@@ -17,6 +17,7 @@ mod devices;
 mod host;
 #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "no vTLB there"))]
 mod space;
+mod steal;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

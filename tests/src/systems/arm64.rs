@@ -243,6 +243,10 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
                 // Linux has found random numbers of the firmware.
                 Step::Type("mount -t sysfs none /sys; ls /sys/bus/platform/devices\n"),
                 Step::Console("smccc_trng"),
+                // Linux has found its records of stolen time, and a seed for its own place.
+                Step::Type("dmesg | grep -e 'stolen time' -e KASLR\n"),
+                Step::Console("arm-pv: using stolen time PV"),
+                Step::Console("KASLR enabled"),
                 Step::Type("[ $(date +%s) -gt 1700000000 ] && echo the time is $((6 * 7))\n"),
                 Step::Console("the time is 42"),
                 // Timers that expire while the previous interrupt is handled.
@@ -264,6 +268,10 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             cpus: &[1, 2],
             texts: vec!["abuse ok".into(), "vm guest ended: power-off code 0".into()],
             ..arm64("abuse", micro("guest", "abuse", "console = \"com1\"\ncpus = 2"))
+        },
+        Scenario {
+            texts: vec!["stolen: ".into(), "vm guest ended: power-off code 0".into()],
+            ..arm64("stolen-time", micro("guest", "stolen", "console = \"com1\"\ncpus = 2"))
         },
         Scenario {
             cpus: &[1, 4],

@@ -57,6 +57,9 @@ pub trait Arm64Platform: Platform<Interrupts = Interrupts> {
     fn end(&mut self, outcome: Outcome);
     /// Returns whether a device may be at a guest-physical address.
     fn has_device(&self, address: u64) -> bool;
+    /// Guest-physical address of the vCPU's record of stolen time, in memory that the device tree
+    /// leaves out; `None`: there is none.
+    fn stolen_time_record(&self, cpu: usize) -> Option<u64>;
     /// Counts an operation that is not emulated, and logs it once.
     fn unknown(&mut self, what: Unknown);
 }

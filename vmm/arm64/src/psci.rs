@@ -1,10 +1,11 @@
 //! Calls of firmware by `HVC` or `SMC`: PSCI (DEN 0022), the calling convention (DEN 0028), and
-//! those of [`crate::trng`].
+//! those of [`crate::trng`] and [`crate::stolen_time`].
 
-use hw_arm64::psci::{self, smccc};
+use hw_arm64::psci::{self, smccc, stolen_time};
 use vmm_vcpu::Outcome;
 
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
+use crate::stolen_time::StolenTimeRecord;
 use crate::trng;
 use crate::vcpu::Arm64Vcpu;
 
@@ -17,8 +18,13 @@ pub enum Effect {
     Stop,
 }
 
-/// Serves the call in the vCPU's registers.
-pub fn serve<V: Arm64Vcpu, P: Arm64Platform>(cpu: usize, vcpu: &mut V, bus: &mut P) -> Effect {
+/// Serves the call in the registers of vCPU `cpu`, which has this record of stolen time.
+pub fn serve<V: Arm64Vcpu, P: Arm64Platform>(
+    cpu: usize,
+    record: &mut StolenTimeRecord,
+    vcpu: &mut V,
+    bus: &mut P,
+) -> Effect {
     let [function, first, second, third] = [0, 1, 2, 3].map(|index| vcpu.general(index));
     let function = function & 0xffff_ffff;
     // The arguments of the other half of the functions have 32 bits.
@@ -30,9 +36,11 @@ pub fn serve<V: Arm64Vcpu, P: Arm64Platform>(cpu: usize, vcpu: &mut V, bus: &mut
         bus.stopped(cpu);
         return Effect::Stop;
     }
-    let results = trng::call(function, arguments[0], vcpu)
+    let results = trng::call(function, arguments[0], vcpu).unwrap_or_else(|| {
+        let stolen_time = record.call((function, arguments[0]), cpu, vcpu, bus);
         // The convention lets a call change the registers after the first.
-        .unwrap_or_else(|| [call(function, arguments, bus) as u64, 0, 0, 0]);
+        [stolen_time.unwrap_or_else(|| call(function, arguments, bus)) as u64, 0, 0, 0]
+    });
     for (index, result) in results.into_iter().enumerate() {
         vcpu.set_general(index, result);
     }
@@ -59,7 +67,9 @@ fn call(function: u64, [first, second, third]: [u64; 3], bus: &mut impl Arm64Pla
             false => psci::NOT_SUPPORTED,
         },
         smccc::VERSION => smccc::VERSION_1_1 as i64,
-        smccc::ARCH_FEATURES if matches!(first, smccc::VERSION | smccc::ARCH_FEATURES) => {
+        smccc::ARCH_FEATURES
+            if matches!(first, smccc::VERSION | smccc::ARCH_FEATURES | stolen_time::FEATURES) =>
+        {
             psci::SUCCESS
         }
         smccc::ARCH_FEATURES => psci::NOT_SUPPORTED,

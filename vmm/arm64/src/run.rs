@@ -10,6 +10,7 @@ use vmm_vcpu::{Activity, Flow, MemoryFault, Outcome, StopReason};
 use crate::exception::{external_abort, undefined};
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
+use crate::stolen_time::StolenTimeRecord;
 use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit};
 
 /// Length of A64 instructions in bytes.
@@ -40,6 +41,7 @@ pub struct VcpuLoop {
     board_deadline: Nanos,
     /// The next interrupts are still to be put into the CPU's interface.
     has_virqs: bool,
+    stolen_time: StolenTimeRecord,
     /// Exits by reason ([`EXIT_NAMES`]).
     exits: [u64; EXIT_NAMES.len()],
 }
@@ -53,6 +55,7 @@ impl VcpuLoop {
             deadline: Deadline::UNSET,
             board_deadline: NEVER,
             has_virqs: true,
+            stolen_time: StolenTimeRecord::unused(),
             exits: [0; EXIT_NAMES.len()],
         }
     }
@@ -135,6 +138,10 @@ impl VcpuLoop {
                 self.deadline.passed();
                 self.service(vcpu, bus)
             }
+            Exit::Preempted => {
+                self.stolen_time.update(vcpu, bus.memory(), bus.clock());
+                Ok(())
+            }
             // A kick may be among them: the next run begins with a look at everything.
             Exit::Recall { events } | Exit::Waited { events } if events != 0 => {
                 Err(StopReason::Recall(events))
@@ -176,7 +183,7 @@ impl VcpuLoop {
     }
 
     fn call<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> Flow {
-        if psci::serve(self.index, vcpu, bus) == Effect::Stop {
+        if psci::serve(self.index, &mut self.stolen_time, vcpu, bus) == Effect::Stop {
             self.activity = Activity::Parked;
         }
         Ok(())

@@ -24,6 +24,8 @@ pub enum System {
 pub enum Exit {
     /// The deadline has passed.
     Deadline,
+    /// The host has run other work in place of the guest ([`Arm64Vcpu::set_preemption_exits`]).
+    Preempted,
     /// Host-defined events.
     Recall {
         /// Their bits.
@@ -73,7 +75,7 @@ pub enum Exit {
 }
 
 /// Names of exit reasons, for messages, by [`Exit::index`].
-pub const EXIT_NAMES: [&str; 12] = [
+pub const EXIT_NAMES: [&str; 13] = [
     "deadline",
     "recall",
     "wait",
@@ -86,6 +88,7 @@ pub const EXIT_NAMES: [&str; 12] = [
     "unknown",
     "invalid-state",
     "host-error",
+    "preempted",
 ];
 
 impl Exit {
@@ -104,6 +107,7 @@ impl Exit {
             Self::Unknown { .. } => 9,
             Self::InvalidState => 10,
             Self::HostError(_) => 11,
+            Self::Preempted => 12,
         }
     }
 }
@@ -134,6 +138,9 @@ pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
     fn put_virq(&mut self, virq: Virq);
     /// Sets the interrupt of the virtual timer; `None`: it stays pending.
     fn set_timer_virq(&mut self, virq: Option<Virq>);
+    /// Makes the vCPU exit whenever the host has run other work in place of the guest, until the VM
+    /// starts again.
+    fn set_preemption_exits(&mut self);
     /// Fills `to` with random numbers for the guest; returns `false` if the host has none.
     fn random(&mut self, to: &mut [u8]) -> bool;
 }

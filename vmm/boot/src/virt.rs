@@ -10,11 +10,12 @@
 //! | [`BUTTON`] | power button, a virtio device | [`BUTTON_INTERRUPT`] |
 //! | [`device`] | devices in slots: virtio, channels to other VMs | [`device_interrupt`] |
 //! | [`channel_memory`] | memory of channels, and the shares of their peers | |
-//! | [`RAM`] | RAM | |
+//! | [`RAM`] | RAM, whose last [`STOLEN_TIME_LENGTH`] bytes are records of stolen time | |
 
 #[cfg(feature = "load")]
 use alloc::{string::ToString, vec, vec::Vec};
 
+use hw_arm64::psci::stolen_time;
 #[cfg(feature = "load")]
 use hw_arm64::{gic, image, pl011, pl031, psci};
 #[cfg(feature = "load")]
@@ -66,6 +67,10 @@ const _: () = assert!(CHANNEL_SHARES + CHANNEL_SHARES_LENGTH <= CHANNEL_STRIDE);
 const _: () = assert!(CHANNELS + MAX_CHANNELS * CHANNEL_STRIDE <= RAM);
 /// Start of RAM.
 pub const RAM: u64 = 0x4000_0000;
+/// Length of the memory at the end of RAM for records of stolen time, which is not in the device
+/// tree: a page of the largest size, so that guests can map it apart from their own.
+pub const STOLEN_TIME_LENGTH: u64 = 0x1_0000;
+const _: () = assert!(STOLEN_TIME_LENGTH >= 64 * stolen_time::LENGTH);
 
 /// Returns the address of the registers of the device in a slot, [`PAGE`] bytes.
 pub const fn device(slot: usize) -> u64 {
@@ -76,6 +81,11 @@ pub const fn device(slot: usize) -> u64 {
 /// tree describes it as edge-triggered.
 pub const fn device_interrupt(slot: usize, line: u8) -> u32 {
     DEVICES_INTERRUPT + SLOT_INTERRUPTS * slot as u32 + line as u32 % SLOT_INTERRUPTS
+}
+
+/// Returns the address of a vCPU's record of stolen time, below 64, in RAM of this length.
+pub const fn stolen_time_record(ram: u64, vcpu: usize) -> u64 {
+    RAM + ram - STOLEN_TIME_LENGTH + vcpu as u64 % 64 * stolen_time::LENGTH
 }
 
 /// Returns the address of a channel's memory.
@@ -135,6 +145,8 @@ mod load {
         pub gic: gic::Version,
         /// Secret of the host for the guest's random numbers; another one for each boot.
         pub seed: Option<&'a [u8; 32]>,
+        /// Secret of the host for the kernel's place in its address space; another one likewise.
+        pub kaslr_seed: Option<u64>,
     }
 
     /// Initial state of the first vCPU.
@@ -152,7 +164,8 @@ mod load {
     /// The kernel is no image of this format, or memory is too small.
     pub fn load(memory: &GuestMemory, boot: &VirtBoot<'_>) -> Result<VirtStart, BootError> {
         let header = Header::parse(boot.kernel)?;
-        let available = memory.ranges().find(|range| range.0 == RAM).map_or(0, |range| range.1);
+        let ram = memory.ranges().find(|range| range.0 == RAM).map_or(0, |range| range.1);
+        let available = ram.saturating_sub(STOLEN_TIME_LENGTH);
         let entry = RAM + header.offset;
         let kernel_end = entry.saturating_add(header.length.max(boot.kernel.len() as u64));
         let initrd = kernel_end.checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX);
@@ -177,7 +190,7 @@ mod load {
     pub fn memory_needed(kernel: &[u8], initrd: u64) -> Result<u64, BootError> {
         let header = Header::parse(kernel)?;
         let end = header.offset.saturating_add(header.length.max(kernel.len() as u64));
-        Ok(end.saturating_add(initrd).saturating_add(2 * ALIGNMENT))
+        Ok(end.saturating_add(initrd).saturating_add(2 * ALIGNMENT + STOLEN_TIME_LENGTH))
     }
 
     /// Header of an image.
@@ -229,6 +242,9 @@ mod load {
         if let Some(seed) = boot.seed {
             to.property("rng-seed", seed).ok()?;
         }
+        if let Some(seed) = boot.kaslr_seed {
+            to.property_u64("kaslr-seed", seed).ok()?;
+        }
         if boot.initrd.is_some() {
             to.property_u64("linux,initrd-start", initrd.start).ok()?;
             to.property_u64("linux,initrd-end", initrd.end).ok()?;
@@ -236,6 +252,8 @@ mod load {
         to.end_node(chosen).ok()?;
 
         for (base, length) in memory.ranges() {
+            let kept = if base == RAM { STOLEN_TIME_LENGTH } else { 0 };
+            let length = length.saturating_sub(kept);
             let node = to.begin_node(&alloc::format!("memory@{base:x}")).ok()?;
             to.property_string("device_type", "memory").ok()?;
             to.property_array_u64("reg", &[base, length]).ok()?;
@@ -395,8 +413,16 @@ mod load {
             const SLOTS: [Option<SlotNode>; 3] =
                 [Some(SlotNode::Virtio), None, Some(SlotNode::Channel(1))];
             let (initrd, command_line) = (Some(&b"initrd"[..]), "console=ttyAMA0");
-            let (seed, gic) = (Some(&[7; 32]), gic::Version::V3);
-            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS, gic, seed }
+            VirtBoot {
+                vcpus: 2,
+                kernel,
+                initrd,
+                command_line,
+                slots: &SLOTS,
+                gic: gic::Version::V3,
+                seed: Some(&[7; 32]),
+                kaslr_seed: Some(9),
+            }
         }
 
         #[test]
@@ -411,11 +437,16 @@ mod load {
             let chosen = fdt.node("/chosen").expect("a node");
             assert_eq!(chosen.text("bootargs"), Some("console=ttyAMA0"));
             assert_eq!(chosen.property("rng-seed"), Some(&[7; 32][..]));
+            assert_eq!(chosen.number("kaslr-seed"), Some(9));
             let at = chosen.number("linux,initrd-start").expect("a number");
             let mut disk = [0; 6];
             memory.read_slice(at, &mut disk).expect("in memory");
             assert_eq!((&disk, chosen.number("linux,initrd-end")), (b"initrd", Some(at + 6)));
             assert_eq!(fdt.node("/cpus").expect("a node").children().count(), 2);
+            let ram = fdt.node("/memory@40000000").expect("a node");
+            let length = (8 << 20) - STOLEN_TIME_LENGTH;
+            assert_eq!(ram.ranges().next(), Some((RAM, length)), "without the records");
+            assert_eq!(stolen_time_record(8 << 20, 1), RAM + length + 64);
             let uart = fdt.node("/pl011@9000000").expect("a node");
             assert!(uart.is_compatible(pl011::COMPATIBLE));
             assert_eq!(uart.ranges().next(), Some((UART, PAGE)));

@@ -588,6 +588,12 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm
         chip_at(address).is_some() || self.has_slot(address)
     }
 
+    fn stolen_time_record(&self, cpu: usize) -> Option<u64> {
+        let memory = self.virt.fixed.memory;
+        let ram = memory.ranges().find(|range| range.0 == layout::RAM)?.1;
+        (ram > layout::STOLEN_TIME_LENGTH).then(|| layout::stolen_time_record(ram, cpu))
+    }
+
     #[cold]
     fn unknown(&mut self, what: Unknown) {
         self.locked(|devices, (_, host)| {

@@ -13,6 +13,7 @@ use vmm_vcpu::MemoryFault;
 
 use crate::console::Console;
 use crate::devices::RandomSource;
+use crate::steal::StealTime;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
@@ -26,6 +27,7 @@ pub struct NativeVcpu<'a> {
     paused_ticks: u64,
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
+    steal_time: StealTime,
     /// Random numbers for the guest.
     random: Option<RandomSource>,
 }
@@ -41,12 +43,17 @@ impl<'a> NativeVcpu<'a> {
             deadline: abi::FOREVER,
             paused_ticks: 0,
             halt_mode: 1,
+            steal_time: StealTime::default(),
             random,
         }
     }
 
-    /// Starts the VM with this vCPU: the board has no record of stolen time.
-    pub fn start(&mut self, _: usize, _: SchedContext) {}
+    /// Starts the VM with this as its vCPU `index`, whose thread runs on `context`.
+    pub fn start(&mut self, index: usize, context: SchedContext) {
+        let state = self.vcpu.state();
+        self.steal_time = StealTime::start(index, context, &state.run);
+        state.exit_after_preemption.set(0);
+    }
 
     /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
@@ -149,8 +156,7 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn stolen(&mut self) -> u64 {
-        // The board has no record of stolen time.
-        0
+        self.steal_time.ticks(&self.vcpu.state().run)
     }
 
     fn set_wait_exits(&mut self, exit: bool) {
@@ -178,12 +184,17 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
             if state.run.exit_reason.get() != exit::DEADLINE {
                 return decode(state, self.paused_ticks);
             }
+            let is_stale = self.steal_time.is_stale(&state.run);
+            let exits_after_preemption = state.exit_after_preemption.get() != 0;
             let now = time::tsc();
             if self.console.flush_at() <= now {
                 self.console.flush();
             }
             if self.deadline <= now {
                 return Exit::Deadline;
+            }
+            if exits_after_preemption && is_stale {
+                return Exit::Preempted;
             }
         }
     }
@@ -277,6 +288,10 @@ impl Arm64Vcpu for NativeVcpu<'_> {
 
     fn set_timer_virq(&mut self, virq: Option<Virq>) {
         self.vcpu.state().timer_virq.set(virq.map_or(0, word));
+    }
+
+    fn set_preemption_exits(&mut self) {
+        self.vcpu.state().exit_after_preemption.set(1);
     }
 
     fn random(&mut self, to: &mut [u8]) -> bool {

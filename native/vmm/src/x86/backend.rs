@@ -16,7 +16,7 @@ use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use super::exit::decode;
 use super::guest_virtual::GuestVirtual;
 use crate::console::Console;
-use crate::control::CONTROL;
+use crate::steal::StealTime;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
@@ -35,18 +35,6 @@ pub struct NativeVcpu<'a> {
     steal_time: StealTime,
     /// Its space, if that is guest-virtual.
     space: Option<GuestVirtual<'a>>,
-}
-
-/// Steal time of a vCPU, in ticks.
-#[derive(Default)]
-struct StealTime {
-    /// Index of the vCPU, and scheduling context of its thread.
-    vcpu: Option<(usize, SchedContext)>,
-    /// Missed time of the thread when the VM started.
-    before: u64,
-    /// `preemptions` of the state page, and steal time, at the last update.
-    preemptions: u64,
-    ticks: u64,
 }
 
 impl<'a> NativeVcpu<'a> {
@@ -79,12 +67,7 @@ impl<'a> NativeVcpu<'a> {
 
     /// Starts the VM with this as its vCPU `index`, whose thread runs on `context`.
     pub fn start(&mut self, index: usize, context: SchedContext) {
-        self.steal_time = StealTime {
-            vcpu: Some((index, context)),
-            before: CONTROL.missed_ticks(index, context).wrapping_sub(self.halted()),
-            preemptions: self.vcpu.state().run.preemptions.get(),
-            ticks: 0,
-        };
+        self.steal_time = StealTime::start(index, context, &self.vcpu.state().run);
     }
 
     /// Returns the number of world switches, and of exits handled in the kernel.
@@ -362,19 +345,7 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
 
     #[inline]
     fn stolen(&mut self) -> u64 {
-        let (preemptions, halted) = (self.vcpu.state().run.preemptions.get(), self.halted());
-        let steal_time = &mut self.steal_time;
-        // Reading the used CPU time takes a system call.
-        if let (true, Some((index, context))) =
-            (preemptions != steal_time.preemptions, steal_time.vcpu)
-        {
-            steal_time.preemptions = preemptions;
-            let missed = CONTROL.missed_ticks(index, context).wrapping_sub(halted);
-            let missed = missed.wrapping_sub(steal_time.before);
-            // It is the difference of several clocks, which all advance meanwhile.
-            steal_time.ticks = steal_time.ticks.max(missed);
-        }
-        steal_time.ticks
+        self.steal_time.ticks(&self.vcpu.state().run)
     }
 
     fn set_wait_exits(&mut self, exit: bool) {

@@ -26,6 +26,9 @@ pub(crate) struct ScriptVcpu {
     /// Random byte of the host, if it has any, and failure of its source for more than none.
     random: Option<u8>,
     pub(crate) fails: bool,
+    /// Ticks that are stolen at each question.
+    stolen: u64,
+    has_preemption_exits: bool,
 }
 
 impl ScriptVcpu {
@@ -39,7 +42,8 @@ impl Vcpu for ScriptVcpu {
     type Exit = Exit;
     fn set_deadline(&mut self, _: u64) {}
     fn stolen(&mut self) -> u64 {
-        0
+        self.stolen += 500;
+        self.stolen
     }
     fn set_wait_exits(&mut self, _: bool) {}
     fn flush_tlb(&mut self) {}
@@ -83,6 +87,9 @@ impl Arm64Vcpu for ScriptVcpu {
         self.virqs.push(virq);
     }
     fn set_timer_virq(&mut self, _: Option<Virq>) {}
+    fn set_preemption_exits(&mut self) {
+        self.has_preemption_exits = true;
+    }
     fn random(&mut self, to: &mut [u8]) -> bool {
         to.fill(self.random.unwrap_or_default());
         self.random.is_some() && (to.is_empty() || !self.fails)
@@ -100,6 +107,7 @@ struct ScriptBus {
     sent: Vec<SoftwareInterrupt>,
     ended: Vec<u32>,
     services: u32,
+    has_no_record: bool,
 }
 
 impl Platform for ScriptBus {
@@ -160,6 +168,9 @@ impl Arm64Platform for ScriptBus {
     fn has_device(&self, address: u64) -> bool {
         address == DEVICE
     }
+    fn stolen_time_record(&self, cpu: usize) -> Option<u64> {
+        Some(64 * cpu as u64 + 0x100).filter(|_| !self.has_no_record)
+    }
     fn unknown(&mut self, what: Unknown) {
         self.unknown.push(what);
     }
@@ -177,6 +188,7 @@ fn bus() -> ScriptBus {
         sent: Vec::new(),
         ended: Vec::new(),
         services: 0,
+        has_no_record: false,
     }
 }
 
@@ -252,6 +264,10 @@ fn firmware_calls() {
         (psci::FEATURES, psci::CPU_ON, psci::SUCCESS),
         (psci::FEATURES, 0x8400_0099, psci::NOT_SUPPORTED),
         (psci::trng::VERSION, 0, psci::NOT_SUPPORTED),
+        (psci::smccc::ARCH_FEATURES, psci::stolen_time::FEATURES, psci::SUCCESS),
+        (psci::stolen_time::FEATURES, psci::stolen_time::RECORD, psci::SUCCESS),
+        (psci::stolen_time::FEATURES, psci::VERSION, psci::NOT_SUPPORTED),
+        (psci::stolen_time::RECORD, 0, 0x100),
     ] {
         let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
         bus.start = Some(StartRequest { entry: PC, argument: call });
@@ -280,4 +296,33 @@ fn interrupts_are_put_while_there_is_room() {
     assert_eq!((vcpu.virqs.len(), bus.waiting.len()), (2, 1));
     assert_eq!(bus.ended, [35]);
     assert_eq!(bus.services, 1, "the host continues the vCPU with a look at all events");
+}
+
+#[test]
+fn stolen_time_is_in_a_record_once_the_guest_asks_for_it() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    bus.memory.write_slice(0x100, &[0xff; 64]).expect("in memory");
+    bus.start = Some(StartRequest { entry: PC, argument: psci::stolen_time::RECORD });
+    let preempted = Exit::Preempted;
+    let exits = [preempted, Exit::Hypercall, preempted, Exit::SecureCall, preempted];
+    assert_eq!(run(&mut vcpu, &mut bus, &exits), STOPPED);
+    assert!(vcpu.has_preemption_exits);
+    let words: [u64; 8] =
+        core::array::from_fn(|index| bus.memory.read(0x100 + 8 * index as u64).expect("in memory"));
+    // Nanoseconds since the first call; the second one is of a function without a meaning.
+    assert_eq!(words, [0, 1000, 0, 0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn without_a_record_there_is_no_stolen_time() {
+    for function in [psci::stolen_time::FEATURES, psci::stolen_time::RECORD] {
+        let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+        bus.has_no_record = true;
+        bus.start = Some(StartRequest { entry: PC, argument: function });
+        vcpu.general[1] = psci::stolen_time::RECORD;
+        let exits = [Exit::Hypercall, Exit::Preempted];
+        assert_eq!(run(&mut vcpu, &mut bus, &exits), STOPPED);
+        assert_eq!(vcpu.general[0] as i64, psci::NOT_SUPPORTED);
+        assert!(!vcpu.has_preemption_exits);
+    }
 }
