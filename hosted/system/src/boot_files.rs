@@ -1,6 +1,7 @@
 //! Boot files of the VMs, and the memory of the machine for them.
 
 use crate::guest;
+use crate::packed;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
 use crate::rootfs;
 use crate::vtlb;
@@ -8,7 +9,9 @@ use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure};
 use hosted_command::problem::Problem;
 use hosted_command::value::Size;
+use std::fmt::Display;
 use std::fs;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
@@ -135,7 +138,7 @@ impl ResolvedSystem {
 }
 
 impl ResolvedVm {
-    /// Checks the kernel file and returns its length.
+    /// Checks the kernel file and returns the kernel's length.
     fn kernel_problems(
         &self,
         architecture: Architecture,
@@ -143,18 +146,27 @@ impl ResolvedVm {
         problems: &mut Vec<Problem>,
     ) -> u64 {
         let span = self.kernel.span();
-        let bytes = match fs::read(path) {
+        let bytes = match read_kernel(path) {
             Ok(bytes) => bytes,
             Err(error) => {
                 problems.push(unreadable(span, "kernel", path, &error));
                 return 0;
             }
         };
-        match guest::least_memory(architecture, &bytes, initrd) {
-            Err(error) => {
-                let message = format!("{}: {error}", path.display());
-                problems.push(Problem::new(span, message).help(guest::kernel_help(architecture)));
+        let mut refuse = |reason: &dyn Display| {
+            let message = format!("{}: {reason}", path.display());
+            let help = guest::kernel_help(architecture);
+            problems.push(Problem::new(span.clone(), message).help(help));
+        };
+        let bytes = match guest::unpack(architecture, &bytes) {
+            Ok(unpacked) => unpacked.unwrap_or(bytes),
+            Err(reason) => {
+                refuse(&reason);
+                return 0;
             }
+        };
+        match guest::least_memory(architecture, &bytes, initrd) {
+            Err(error) => refuse(&error),
             Ok(least) => {
                 if self.memory.get_ref().0 < least {
                     problems.push(self.too_little_memory(least));
@@ -172,6 +184,19 @@ impl ResolvedVm {
         );
         let help = format!("give it at least {}M", least.div_ceil(1 << 20));
         Problem::new(self.memory.span(), message).help(help)
+    }
+}
+
+/// Reads the file of a kernel.
+///
+/// # Errors
+/// It cannot be read, or has more than [`packed::LIMIT`] bytes: a device may have no end.
+pub(crate) fn read_kernel(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    fs::File::open(path)?.take(packed::LIMIT + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > packed::LIMIT {
+        true => Err(io::ErrorKind::FileTooLarge.into()),
+        false => Ok(bytes),
     }
 }
 

@@ -4,6 +4,8 @@
 use hosted_command::architecture::Architecture;
 use vmm_boot::{BootError, Kernel, virt};
 
+use crate::packed;
+
 /// Least memory of a Linux guest in bytes.
 pub const LINUX_MINIMUM: u64 = 16 << 20;
 
@@ -29,12 +31,25 @@ pub fn least_memory(
     })
 }
 
+/// Returns the kernel in a compressed file, if it is compressed and the machine does not unpack it.
+///
+/// # Errors
+/// It cannot be unpacked ([`packed::unpack`]).
+pub fn unpack(architecture: Architecture, kernel: &[u8]) -> Result<Option<Vec<u8>>, String> {
+    match architecture {
+        Architecture::X86 => Ok(None),
+        Architecture::Arm64 => packed::unpack(kernel),
+    }
+}
+
 /// Returns the remedy for a file that is no kernel.
 pub fn kernel_help(architecture: Architecture) -> &'static str {
     match architecture {
         Architecture::X86 => {
             "use a complete bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\""
         }
-        Architecture::Arm64 => "use an uncompressed Linux `Image` for AArch64, or \"debian\"",
+        Architecture::Arm64 => {
+            "use a Linux `Image` for AArch64, also compressed (`Image.gz`, `vmlinuz.efi`), or \"debian\""
+        }
     }
 }

@@ -3,6 +3,8 @@
 //! All files are created in a folder next to the result and moved into place when complete: an
 //! error, a full disk or a signal leaves the former image or none.
 
+use crate::boot_files::read_kernel;
+use crate::guest;
 use crate::initramfs;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
 use abi::bundle;
@@ -15,6 +17,7 @@ use hosted_command::steps::Steps;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::value::Size;
 use hosted_kbuild::module;
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
@@ -186,7 +189,31 @@ fn boot_files(
             InitrdSource::Busybox => ram_disk.clone(),
         }),
     });
-    Ok(files.collect())
+    let mut files: Vec<VmFiles> = files.collect();
+    unpack_kernels(architecture, &mut files, staging)?;
+    Ok(files)
+}
+
+/// Replaces the files of compressed kernels that the machine does not unpack by unpacked ones. What
+/// is no kernel is left for the checks that follow.
+fn unpack_kernels(
+    architecture: Architecture,
+    files: &mut [VmFiles],
+    staging: &Path,
+) -> Result<(), Failure> {
+    let mut unpacked: BTreeMap<PathBuf, PathBuf> = BTreeMap::new();
+    for files in files {
+        if let Some(known) = unpacked.get(&files.kernel) {
+            files.kernel = known.clone();
+            continue;
+        }
+        let Ok(packed) = read_kernel(&files.kernel) else { continue };
+        let Ok(Some(kernel)) = guest::unpack(architecture, &packed) else { continue };
+        let path = staging.join(format!("kernel-{}", unpacked.len()));
+        fs::write(&path, kernel).file_error("write", &path)?;
+        unpacked.insert(std::mem::replace(&mut files.kernel, path.clone()), path);
+    }
+    Ok(())
 }
 
 /// A file of a bundle.
@@ -390,5 +417,26 @@ mod tests {
         };
         assert_eq!(content("root"), vec![7; 5000]);
         assert_eq!(content("system"), b"text");
+    }
+
+    #[test]
+    fn compressed_kernels_are_unpacked_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let [packed, plain] = ["packed", "plain"].map(|name| folder.path().join(name));
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(b"the kernel").unwrap();
+        fs::write(&packed, gzip.finish().unwrap()).unwrap();
+        fs::write(&plain, "another").unwrap();
+        let vm = |kernel: &Path| VmFiles { kernel: kernel.to_owned(), initrd: None };
+        let described = [vm(&packed), vm(&plain), vm(&packed), vm(&folder.path().join("none"))];
+        let mut files = described.clone();
+        unpack_kernels(Architecture::Arm64, &mut files, folder.path()).unwrap();
+        assert_eq!(fs::read(&files[0].kernel).unwrap(), b"the kernel");
+        assert_eq!(files[0].kernel, files[2].kernel, "in the bundle once");
+        assert_eq!((&files[1].kernel, &files[3].kernel), (&plain, &described[3].kernel));
+        // A PC's kernel unpacks itself.
+        let mut files = described;
+        unpack_kernels(Architecture::X86, &mut files, folder.path()).unwrap();
+        assert_eq!(files[0].kernel, packed);
     }
 }

@@ -16,6 +16,7 @@ pub mod guest;
 pub mod image;
 pub mod initramfs;
 mod machine_exit;
+mod packed;
 pub mod resolved;
 pub mod rootfs;
 mod summary;
