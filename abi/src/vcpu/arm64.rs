@@ -13,8 +13,11 @@ use super::{RunControl, SharedU64};
 pub mod group {
     /// [`super::VcpuState::system`], `affinity` and `counter_offset`. Only on request.
     pub const SYSTEM: u64 = 1 << 0;
+    /// Interrupts that the CPU's interface has, active ones included, pending SGIs and the timer's.
+    /// There are no fields for them: changed together with [`SYSTEM`], they are as after a reset.
+    pub const INTERRUPTS: u64 = 1 << 1;
     /// Every group.
-    pub const ALL: u64 = SYSTEM;
+    pub const ALL: u64 = SYSTEM | INTERRUPTS;
 }
 
 /// Exit reasons of AArch64, besides [`super::exit`]. Unless stated otherwise

@@ -114,6 +114,19 @@ impl VcpuFrames {
         // value is valid.
         unsafe { &*self.state }
     }
+
+    /// Drops all interrupts of the vCPU. `is_loaded`: this CPU has its registers; those of the
+    /// timer are loaded again before the guest runs.
+    fn reset_interrupts(&self, is_loaded: bool) {
+        self.sgis.set(0);
+        self.interface.clear();
+        self.timer.clear();
+        if is_loaded {
+            timer::stop();
+            self.interface.load();
+            self.timer.load(None);
+        }
+    }
 }
 
 /// State of a CPU that concerns guests.
@@ -334,12 +347,16 @@ fn prepare(
     if space.dying.get() {
         return Err(EntryError::Failed(Status::Aborted));
     }
-    let is_changed = state.run.dirty.get() & group::SYSTEM != 0;
+    let is_owner = local.owner.get() == entry.vcpu.handle.get();
+    let dirty = state.run.dirty.get();
+    let is_changed = dirty & group::SYSTEM != 0;
     if is_changed {
         frames.system.write(state);
+        if dirty & group::INTERRUPTS != 0 {
+            frames.reset_interrupts(is_owner);
+        }
     }
     state.run.dirty.set(0);
-    let is_owner = local.owner.get() == entry.vcpu.handle.get();
     if !is_owner {
         // Its registers are lost if it does not exist any more.
         let old = local.owner.get().and_then(|old| kernel.memory.get(old));

@@ -76,11 +76,12 @@ pub fn arm64_devices() -> Vec<Scenario> {
 const GICV2: &[&str] = &["-M", "gic-version=2"];
 /// Scenarios for it: name, name on the machine with a GICv3, CPUs, and whether they are for long
 /// runs only.
-const ON_GICV2: [(&str, &str, &[u32], bool); 12] = [
+const ON_GICV2: [(&str, &str, &[u32], bool); 13] = [
     ("gicv2-hostile", "hostile", &[1], false),
     ("gicv2-sgi", "sgi", &[4], false),
     ("gicv2-abuse", "abuse", &[2], false),
     ("gicv2-linux", "linux", &[1], false),
+    ("gicv2-reboots", "reboots", &[1], false),
     ("gicv2-hostile-max", "hostile-max", &[4], true),
     ("gicv2-sgi-shared", "sgi", &[1], true),
     ("gicv2-abuse-shared", "abuse", &[1], true),
@@ -220,6 +221,9 @@ pub fn arm64_refused_devices() -> Vec<Scenario> {
     ]
 }
 
+/// Line of the micro-guest `reboots` after a reset.
+const AFTER_RESET: &str = "stale false SGI true timer true others false";
+
 /// Guests, the console and its clients, the operator shell, restarts.
 pub fn arm64_scenarios() -> Vec<Scenario> {
     let steward =
@@ -268,6 +272,29 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             cpus: &[1, 2],
             texts: vec!["abuse ok".into(), "vm guest ended: power-off code 0".into()],
             ..arm64("abuse", micro("guest", "abuse", "console = \"com1\"\ncpus = 2"))
+        },
+        Scenario {
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1d2"),
+                Step::Console(AFTER_RESET),
+                Step::Console(AFTER_RESET),
+                Step::Console(AFTER_RESET),
+                Step::Type("\x1d1"),
+                Step::Console("steward (1"),
+                Step::Type("shutdown\r"),
+                Step::Console("the operator shell ends"),
+            ],
+            never: &["PANIC", "SGI false", "timer false", "stale true", "others true"],
+            ..arm64(
+                "reboots",
+                steward()
+                    + &micro(
+                        "guest",
+                        "reboots",
+                        "console = \"mux\"\non_reset = \"reset\"\nessential = false",
+                    ),
+            )
         },
         Scenario {
             texts: vec!["stolen: ".into(), "vm guest ended: power-off code 0".into()],

@@ -30,6 +30,12 @@ impl VirtualTimer {
         Self { is_pending: Cell::new(false), is_active: Cell::new(false) }
     }
 
+    /// Sets the values to those after a reset.
+    pub fn clear(&self) {
+        self.is_pending.set(false);
+        self.is_active.set(false);
+    }
+
     /// Saves the active state, and returns it. The vCPU's list registers are loaded.
     pub fn save(&self) -> bool {
         self.is_active.set(self.is_pending.get() || virqs::has_linked());

@@ -133,6 +133,11 @@ impl VirtualInterface {
         Self { lists: [const { Cell::new(0) }; LISTS], settings: [const { Cell::new(0) }; 3] }
     }
 
+    /// Sets the saved values to those after a reset.
+    pub fn clear(&self) {
+        self.lists.iter().chain(&self.settings).for_each(|saved| saved.set(0));
+    }
+
     /// Saves the registers of this CPU, whose owner the vCPU is.
     pub fn save(&self) {
         with_interface!(I: self.save_from::<I>(), else {});

@@ -53,6 +53,8 @@ impl<'a> NativeVcpu<'a> {
         let state = self.vcpu.state();
         self.steal_time = StealTime::start(index, context, &state.run);
         state.exit_after_preemption.set(0);
+        // They take effect with the registers, which the start of the vCPU sets.
+        state.run.dirty.set(state.run.dirty.get() | group::INTERRUPTS);
     }
 
     /// Returns the number of world switches, and of exits handled in the kernel.
