@@ -17,6 +17,8 @@ use board::{
 };
 
 const UART: usize = 0x900_0000;
+/// Registers of it that identify it.
+const IDENTITY: usize = 0xfe0;
 /// Most interrupts that a GIC has without messages, in words of 32.
 const WORDS: usize = 32;
 const FLOOD: u64 = 20_000;
@@ -91,6 +93,7 @@ pub extern "C" fn guest_main() {
     random_numbers();
     interrupts(&mut state);
     caches();
+    undescribed();
     devices();
     // SAFETY: the second vCPU alone uses it.
     let stack = unsafe { &mut *(&raw mut STACK) };
@@ -191,7 +194,25 @@ fn caches() {
     check("caches", exceptions() == 0);
 }
 
-/// Accesses to devices that no syndrome describes, or that are not aligned.
+/// Loads of pairs and with an index, which no syndrome describes, have their effect.
+fn undescribed() {
+    let (mut pair, mut after, mut before) = ([0_u32; 2], 0_u32, 0_u32);
+    let (first, mut address) = (UART + IDENTITY, UART + IDENTITY);
+    // SAFETY: registers of the UART that only identify it.
+    unsafe {
+        asm!(
+            "ldp {0:w}, {1:w}, [{4}]", "ldr {2:w}, [{4}], #8", "ldr {3:w}, [{4}, #-4]!",
+            "stp wzr, wzr, [{4}]",
+            out(reg) pair[0], out(reg) pair[1], out(reg) after, out(reg) before,
+            inout(reg) address, options(nostack)
+        );
+    }
+    check("a pair", pair == [read(first), read(first + 4)] && pair[0] != pair[1]);
+    check("an index", [after, before] == pair && address == first + 4);
+    check("described accesses", exceptions() == 0);
+}
+
+/// Accesses to devices that the board does not carry out, or that are not aligned.
 fn devices() {
     for (base, count) in [(UART, 64), (DISTRIBUTOR, 64), (UART + 0x10_0000, 8)] {
         for offset in 0..count {

@@ -110,10 +110,15 @@ pub struct MemoryAccess {
     pub is_write: bool,
 }
 
+/// Returns whether the syndrome of a data abort describes the instruction.
+pub const fn is_described(syndrome: u64) -> bool {
+    syndrome & DESCRIBED != 0
+}
+
 /// Decodes the syndrome of a data abort; `None`: it does not describe the instruction, which
 /// accesses several registers or changes its address register.
 pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
-    if syndrome & DESCRIBED == 0 {
+    if !is_described(syndrome) {
         return None;
     }
     Some(MemoryAccess {

@@ -6,6 +6,7 @@
 pub mod esr;
 pub mod gic;
 pub mod image;
+pub mod load_store;
 pub mod paging;
 pub mod pl011;
 pub mod pl031;

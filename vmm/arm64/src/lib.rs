@@ -13,6 +13,7 @@ mod exception;
 mod platform;
 mod psci;
 mod run;
+mod stage1;
 mod stolen_time;
 mod trng;
 mod vcpu;

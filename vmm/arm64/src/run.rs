@@ -1,5 +1,7 @@
 //! The run loop of a vCPU.
 
+mod undescribed;
+
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
 use hw_arm64::registers::spsr;
@@ -199,15 +201,21 @@ impl VcpuLoop {
     ) {
         let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
         let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
-            bus.unknown(Unknown::Instruction(fault.gpa));
-            return external_abort(vcpu, fault.fetch);
+            let is_done = bus.has_device(fault.gpa)
+                && undescribed::access(self.index, fault, syndrome, (vcpu, bus));
+            if !is_done {
+                bus.unknown(Unknown::Instruction(fault.gpa));
+                external_abort(vcpu, fault.fetch);
+            }
+            return;
         };
         if access.is_write {
             let value = read_general(vcpu, access.general);
             bus.mmio_write(self.index, fault.gpa, access.size, value);
         } else {
             let value = bus.mmio_read(self.index, fault.gpa, access.size);
-            write_general(vcpu, access.general, extend(access, value));
+            let MemoryAccess { size, is_signed, is_wide, .. } = access;
+            write_general(vcpu, access.general, extend((size, is_signed, is_wide), value));
         }
         skip(vcpu);
     }
@@ -258,15 +266,16 @@ fn write_general(vcpu: &mut impl Arm64Vcpu, index: usize, value: u64) {
     }
 }
 
-/// Value of a load as it is in its register.
-fn extend(access: MemoryAccess, value: u64) -> u64 {
-    let unused = 64 - 8 * u32::from(access.size);
+/// Value of a load of `size` bytes as it is in its register, extended by its sign or not, in 64 or
+/// 32 bits.
+fn extend((size, is_signed, is_wide): (u8, bool, bool), value: u64) -> u64 {
+    let unused = 64 - 8 * u32::from(size);
     let value = value << unused;
-    let value = match access.is_signed {
+    let value = match is_signed {
         true => (value as i64 >> unused) as u64,
         false => value >> unused,
     };
-    if access.is_wide { value } else { value & 0xffff_ffff }
+    if is_wide { value } else { value & 0xffff_ffff }
 }
 
 #[cfg(test)]

@@ -16,6 +16,12 @@ pub enum System {
     Elr,
     /// SPSR_EL1.
     Spsr,
+    /// TCR_EL1.
+    Tcr,
+    /// TTBR0_EL1.
+    Ttbr0,
+    /// TTBR1_EL1.
+    Ttbr1,
 }
 
 /// Exit of a vCPU. Unless stated otherwise, the program counter is the address of the instruction

@@ -112,6 +112,9 @@ const fn index(register: System) -> usize {
         System::Esr => system::ESR_EL1,
         System::Elr => system::ELR_EL1,
         System::Spsr => system::SPSR_EL1,
+        System::Tcr => system::TCR_EL1,
+        System::Ttbr0 => system::TTBR0_EL1,
+        System::Ttbr1 => system::TTBR1_EL1,
     }
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct ScriptVcpu {
     general: [u64; 31],
     pc: u64,
     state: u64,
-    system: [u64; 5],
+    system: [u64; 8],
     virqs: Vec<Virq>,
     affinity: Option<u64>,
     /// Random byte of the host, if it has any, and failure of its source for more than none.
@@ -225,6 +225,60 @@ fn devices_are_accessed_by_syndrome() {
     assert_eq!(run(&mut vcpu, &mut bus, &exits), STOPPED);
     assert_eq!(bus.writes, [(DEVICE, 4, 0x77)]);
     assert_eq!((vcpu.general[3], vcpu.pc), (-0x80_i64 as u64, PC + 12));
+}
+
+/// Runs a vCPU that accesses the device, at the address in `x1`, by this instruction. A block of
+/// its tables has the instruction.
+fn access_by(instruction: u32, address: u64, write: bool) -> (ScriptVcpu, ScriptBus) {
+    const BLOCK: u64 = 2 << 30;
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    bus.memory.write(2 * 8, 0x701_u64).expect("in memory");
+    bus.memory.write(0xabc, instruction).expect("in memory");
+    bus.start = Some(StartRequest { entry: BLOCK + 0xabc, argument: 0x77 });
+    vcpu.system[System::Sctlr as usize] = 1;
+    // Addresses of 39 bits, pages of 4 KiB.
+    vcpu.system[System::Tcr as usize] = 25;
+    vcpu.system[System::Vbar as usize] = 0x1_0000;
+    (vcpu.general[1], vcpu.general[2]) = (address, 0x1234_5678_9abc_def0);
+    let fault = MemoryFault { gpa: DEVICE, write, fetch: false, walk: false };
+    let syndrome = 0x9200_0007 | u64::from(write) << 6;
+    assert_eq!(run(&mut vcpu, &mut bus, &[Exit::MemoryFault { fault, syndrome }]), STOPPED);
+    (vcpu, bus)
+}
+
+#[test]
+fn devices_are_accessed_by_pairs_and_with_an_index() {
+    let next = (2 << 30) + 0xac0;
+    // str w0, [x1], #4
+    let (vcpu, bus) = access_by(0xb800_4420, 0xff80_5000, true);
+    assert_eq!(bus.writes, [(DEVICE, 4, 0x77)]);
+    assert_eq!((vcpu.general[1], vcpu.pc), (0xff80_5004, next));
+    // stp x2, xzr, [x1, #16]
+    let (vcpu, bus) = access_by(0xa901_7c22, 0xff80_4ff0, true);
+    assert_eq!(bus.writes, [(DEVICE, 8, 0x1234_5678_9abc_def0), (DEVICE + 8, 8, 0)]);
+    assert_eq!((vcpu.general[1], vcpu.pc), (0xff80_4ff0, next));
+    // ldpsw x2, x3, [x1, #-8]!
+    let (vcpu, bus) = access_by(0x69ff_0c22, 0xff80_5008, false);
+    assert!(bus.unknown.is_empty() && bus.writes.is_empty());
+    assert_eq!(vcpu.general[1..4], [0xff80_5000, 0xffff_ffff_8000_0000, 0xffff_ffff_8000_0000]);
+    assert_eq!(vcpu.pc, next);
+    // ldrsb w2, [x1], #1
+    let (vcpu, _) = access_by(0x38c0_1422, 0xff80_5000, false);
+    assert_eq!(vcpu.general[1..3], [0xff80_5001, 0xffff_ff80]);
+}
+
+#[test]
+fn other_instructions_abort() {
+    for (instruction, address, write, reason) in [
+        (0xb800_4420, 0xff80_5004, true, "another place in the page"),
+        (0xb800_4420, 0xff80_5000, false, "a write"),
+        (0x885f_7c20, 0xff80_5000, false, "an exclusive load"),
+        (0xb800_07e0, 0xff80_5000, true, "the stack pointer"),
+    ] {
+        let (vcpu, bus) = access_by(instruction, address, write);
+        assert!(bus.writes.is_empty() && bus.unknown.len() == 1, "{reason}");
+        assert_eq!((vcpu.general[1], vcpu.pc), (address, 0x1_0200), "{reason}");
+    }
 }
 
 #[test]
