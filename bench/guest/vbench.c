@@ -21,7 +21,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __x86_64__
 #include <sys/io.h>
+#endif
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -54,12 +56,21 @@ static uint64_t end(uint64_t since)
 	MARK(END);
 	return t;
 }
+#ifdef __x86_64__
 static inline uint64_t rdtsc(void)
 {
 	uint32_t a, d;
 	__asm__ volatile("lfence; rdtsc" : "=a"(a), "=d"(d) :: "memory");
 	return (uint64_t)d << 32 | a;
 }
+#else
+static inline uint64_t rdtsc(void)
+{
+	uint64_t t;
+	__asm__ volatile("isb; mrs %0, cntvct_el0" : "=r"(t) :: "memory");
+	return t;
+}
+#endif
 static int N(int n) { int r = (int)((long)n * scale / 100); return r < 1 ? 1 : r; }
 static int want(const char *s)
 {
@@ -441,6 +452,8 @@ static void guarded(const char *name, void (*f)(int), int n)
 		printf("VB %-16s unavailable (signal %d)\n", name, s);
 	signal(SIGILL, SIG_DFL); signal(SIGSEGV, SIG_DFL); signal(SIGBUS, SIG_DFL);
 }
+static void f_counter(int n) { while (n--) rdtsc(); }
+#ifdef __x86_64__
 static void f_cpuid(int n)
 {
 	while (n--) { uint32_t a = 0, b, c = 0, d;
@@ -452,7 +465,6 @@ static void f_rep(int n)
 	while (n--) { void *d = repbuf; unsigned long c = 512;
 		__asm__ volatile("rep stosq" : "+D"(d), "+c"(c) : "a"(0ul) : "memory"); }
 }
-static void f_rdtsc(int n) { while (n--) rdtsc(); }
 static void f_vmmcall(int n)
 {
 	/* unknown hypercall number; from CPL3 KVM answers -EPERM, after a full exit */
@@ -463,7 +475,7 @@ static void f_inpit(int n) { while (n--) inb(0x61); }
 static void t_exits(void)
 {
 	guarded("rep_stosq_4k", f_rep, N(2000));     /* how the emulator counts rep */
-	guarded("x_empty_rdtsc", f_rdtsc, N(20000));
+	guarded("x_empty_rdtsc", f_counter, N(20000));
 	guarded("x_cpuid", f_cpuid, N(20000));
 	if (xtests) guarded("x_vmmcall", f_vmmcall, N(20000));
 	if (!iopl(3)) {
@@ -472,6 +484,12 @@ static void t_exits(void)
 	} else
 		printf("VB x_out80 unavailable (iopl: %s)\n", strerror(errno));
 }
+#else
+static void t_exits(void)
+{
+	guarded("x_counter", f_counter, N(20000));
+}
+#endif
 
 /* ---- idle / timer -------------------------------------------------------- */
 static void t_timer(void)

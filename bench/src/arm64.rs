@@ -2,6 +2,8 @@
 //! executed instructions of an emulated Cortex-A76 with GICv3. The counter has 62.5 MHz, so every
 //! figure is a mean over many operations.
 
+mod linux;
+
 use crate::report::{self, Figure};
 use crate::{guest, instructions, peers, repeat, runs, size_line};
 use anyhow::{Context, Result, bail};
@@ -78,6 +80,7 @@ pub fn measure() -> Result<()> {
     let outputs = repeat("gate call on AArch64", || runs::system(GATE_SYSTEM))?;
     let title = "gate call and reply, two tasks on one CPU";
     figures.push(instructions("arm_gate_call_reply", title, "gate_call_reply", &outputs)?);
+    figures.push(linux::score()?);
     let title = "AArch64 kernel, lines of Rust and assembly";
     let lines = size_line("AArch64 kernel: ")?;
     figures.push(Figure::new("arm_kernel_lines", title, lines, "lines")?);

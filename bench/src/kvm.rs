@@ -2,7 +2,7 @@
 
 use crate::guest::Tree;
 use crate::linux::{Linux, output};
-use crate::runs::{Bare, Output};
+use crate::runs::{Bare, Output, PC};
 use anyhow::{Context, Result};
 use parador_tests::system::artifacts;
 use std::path::{Path, PathBuf};
@@ -60,5 +60,5 @@ pub fn run(
     icount: &str,
     arguments: &[String],
 ) -> Result<Output> {
-    Bare { memory: MEMORY, kernel, ram_disk, more: line, icount }.run(arguments)
+    Bare { machine: PC, memory: MEMORY, kernel, ram_disk, more: line, icount }.run(arguments)
 }

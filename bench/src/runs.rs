@@ -114,8 +114,36 @@ pub const NO_SLEEP: &str = "shift=0,sleep=off";
 /// The same with a disk, which completes in real time: the machine sleeps until then.
 pub const SLEEP: &str = "shift=0";
 
+/// An emulated machine that runs Linux without a hypervisor.
+pub struct BareMachine {
+    /// QEMU's program for the architecture.
+    program: &'static str,
+    /// Board and processor.
+    arguments: &'static [&'static str],
+    /// Command line of Linux, that of the measured guest.
+    command_line: &'static str,
+}
+
+/// The PC on which Parador is measured.
+pub const PC: BareMachine = BareMachine {
+    program: "qemu-system-x86_64",
+    arguments: &["-M", "q35", "-cpu", "EPYC,+svm,+npt"],
+    command_line: COMMAND_LINE,
+};
+/// The AArch64 machine on which Parador is measured, with Linux at EL1, as in a guest.
+pub const ARM64: BareMachine = BareMachine {
+    program: "qemu-system-aarch64",
+    arguments: &["-M", "virt,virtualization=off,gic-version=3", "-cpu", "cortex-a76"],
+    command_line: COMMAND_LINE_ARM64,
+};
+/// As [`COMMAND_LINE`], and the benchmark that the RAM disk of `parador` starts.
+pub const COMMAND_LINE_ARM64: &str = "console=ttyAMA0 quiet panic=-1 nokaslr norandmaps \
+                            mitigations=off parador.run=/root/vbench";
+
 /// Linux on the bare emulated machine.
 pub struct Bare<'a> {
+    /// The machine.
+    pub machine: BareMachine,
     /// Memory in MiB.
     pub memory: &'a str,
     /// Kernel image.
@@ -132,8 +160,9 @@ impl Bare<'_> {
     /// Runs the system to its end, with further arguments for QEMU.
     pub fn run(&self, arguments: &[String]) -> Result<Output> {
         let output = Command::new("timeout")
-            .args(["--kill-after=5", &LIMIT.to_string(), "qemu-system-x86_64"])
-            .args(["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg", "-smp", "1"])
+            .args(["--kill-after=5", &LIMIT.to_string(), self.machine.program])
+            .args(self.machine.arguments)
+            .args(["-accel", "tcg", "-smp", "1"])
             .args(["-m", self.memory, "-icount", self.icount, "-seed", "1"])
             .args(["-rtc", RTC, "-nodefaults", "-no-user-config"])
             .args(["-display", "none", "-serial", "stdio", "-no-reboot"])
@@ -141,7 +170,7 @@ impl Bare<'_> {
             .arg(self.kernel)
             .arg("-initrd")
             .arg(self.ram_disk)
-            .args(["-append", &format!("{COMMAND_LINE}{}", self.more)])
+            .args(["-append", &format!("{}{}", self.machine.command_line, self.more)])
             .args(arguments)
             .stdin(Stdio::null())
             .output()
@@ -157,7 +186,13 @@ impl Bare<'_> {
 
 /// Runs the measured system on the bare emulated machine.
 pub fn bare(kernel: &Path, ram_disk: &Path) -> Result<Output> {
-    Bare { memory: MEMORY, kernel, ram_disk, more: "", icount: NO_SLEEP }.run(&[])
+    let machine = PC;
+    Bare { machine, memory: MEMORY, kernel, ram_disk, more: "", icount: NO_SLEEP }.run(&[])
+}
+
+/// Reads the bundle of a system that has run ([`system_with`]).
+pub fn bundle(name: &str) -> Result<Vec<u8>> {
+    fs::read(folder().join(format!("image-{name}/bundle"))).context("cannot read the bundle")
 }
 
 /// Runs a system under Parador to its end, with further arguments for QEMU.

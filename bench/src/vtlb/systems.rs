@@ -8,7 +8,7 @@ use crate::guest::{Tree, folder};
 use crate::hosted::{LUA, LUA_DIGEST};
 use crate::kvm;
 use crate::linux::{Linux, output};
-use crate::runs::{self, Bare, Clock, MEMORY, NO_SLEEP, Output};
+use crate::runs::{self, Bare, Clock, MEMORY, NO_SLEEP, Output, PC};
 use crate::statistics::VmStatistics;
 use anyhow::{Context, Result, ensure};
 use parador_tests::system::artifacts;
@@ -124,6 +124,7 @@ impl Systems {
         let kernel = self.kernel.as_path();
         match column.paging {
             Paging::None => Bare {
+                machine: PC,
                 memory: MEMORY,
                 kernel,
                 ram_disk: &self.guest,

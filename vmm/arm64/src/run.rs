@@ -192,6 +192,7 @@ impl VcpuLoop {
     }
 
     /// Access to a device.
+    #[inline(always)]
     fn access<V: Arm64Vcpu, P: Arm64Platform>(
         &self,
         fault: MemoryFault,
@@ -200,24 +201,35 @@ impl VcpuLoop {
         bus: &mut P,
     ) {
         let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
-        let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
-            let is_done = bus.has_device(fault.gpa)
-                && undescribed::access(self.index, fault, syndrome, (vcpu, bus));
-            if !is_done {
-                bus.unknown(Unknown::Instruction(fault.gpa));
-                external_abort(vcpu, fault.fetch);
-            }
-            return;
+        let is_device = bus.has_device(fault.gpa);
+        let Some(access) = described.filter(|_| is_device) else {
+            return self.other_access((fault, is_device), syndrome, vcpu, bus);
         };
         if access.is_write {
             let value = read_general(vcpu, access.general);
             bus.mmio_write(self.index, fault.gpa, access.size, value);
         } else {
             let value = bus.mmio_read(self.index, fault.gpa, access.size);
-            let MemoryAccess { size, is_signed, is_wide, .. } = access;
-            write_general(vcpu, access.general, extend((size, is_signed, is_wide), value));
+            write_general(vcpu, access.general, extend(access, value));
         }
         skip(vcpu);
+    }
+
+    /// Access that no syndrome describes, or to no device.
+    #[cold]
+    #[inline(never)]
+    fn other_access<V: Arm64Vcpu, P: Arm64Platform>(
+        &self,
+        (fault, is_device): (MemoryFault, bool),
+        syndrome: u64,
+        vcpu: &mut V,
+        bus: &mut P,
+    ) {
+        let is_done = is_device && undescribed::access(self.index, fault, syndrome, (vcpu, bus));
+        if !is_done {
+            bus.unknown(Unknown::Instruction(fault.gpa));
+            external_abort(vcpu, fault.fetch);
+        }
     }
 
     fn system_register<V: Arm64Vcpu, P: Arm64Platform>(
@@ -266,16 +278,15 @@ fn write_general(vcpu: &mut impl Arm64Vcpu, index: usize, value: u64) {
     }
 }
 
-/// Value of a load of `size` bytes as it is in its register, extended by its sign or not, in 64 or
-/// 32 bits.
-fn extend((size, is_signed, is_wide): (u8, bool, bool), value: u64) -> u64 {
-    let unused = 64 - 8 * u32::from(size);
+/// Value of a load as it is in its register.
+fn extend(access: MemoryAccess, value: u64) -> u64 {
+    let unused = 64 - 8 * u32::from(access.size);
     let value = value << unused;
-    let value = match is_signed {
+    let value = match access.is_signed {
         true => (value as i64 >> unused) as u64,
         false => value >> unused,
     };
-    if is_wide { value } else { value & 0xffff_ffff }
+    if access.is_wide { value } else { value & 0xffff_ffff }
 }
 
 #[cfg(test)]

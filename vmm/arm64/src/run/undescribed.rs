@@ -4,7 +4,7 @@
 //! Another vCPU may change instruction and tables meanwhile. So the access must have the direction
 //! and the place in its page that the fault has.
 
-use hw_arm64::esr;
+use hw_arm64::esr::{self, MemoryAccess};
 use hw_arm64::load_store::{LoadStore, decode};
 use vmm_vcpu::MemoryFault;
 
@@ -46,8 +46,9 @@ pub fn access<V: Arm64Vcpu, P: Arm64Platform>(
             bus.mmio_write(cpu, at, size, value);
         } else {
             let value = bus.mmio_read(cpu, at, size);
-            let LoadStore { is_signed, is_wide, .. } = instruction;
-            write_general(vcpu, register, extend((size, is_signed, is_wide), value));
+            let LoadStore { is_signed, is_wide, is_write, .. } = instruction;
+            let access = MemoryAccess { size, general: register, is_signed, is_wide, is_write };
+            write_general(vcpu, register, extend(access, value));
         }
     }
     if change != 0 {
