@@ -2,6 +2,7 @@
 //! installed.
 
 mod cluster;
+pub mod configurations;
 pub mod containerd;
 mod cost;
 pub mod hostile;
