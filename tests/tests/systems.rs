@@ -57,6 +57,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("console", hosted::observed::console, Class::SmpOrKill),
     ("qemu", hosted::qemu::front_end, Class::SmpOrKill),
     ("oci", hosted::oci::life, Class::Other),
+    ("oci-configurations", hosted::oci::configurations::accepted, Class::Other),
     ("oci-killed", hosted::oci::killed, Class::SmpOrKill),
     ("oci-network", hosted::oci::network::routes, Class::Other),
     ("oci-hostile", hosted::oci::hostile::agents, Class::Other),

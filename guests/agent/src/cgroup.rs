@@ -48,6 +48,19 @@ pub fn remove(name: &str) {
     let _ = fs::remove_dir(place(name));
 }
 
+/// Removes the cgroup of a container that could not be prepared, and returns the reason.
+pub fn abandon(name: &str, error: io::Error) -> io::Error {
+    let killed = statistics(name).is_ok_and(|all| all.oom_kills > 0);
+    remove(name);
+    match killed {
+        // The words of runc.
+        true => io::Error::other(
+            "prepare the process: container init was OOM-killed (memory limit too low?)",
+        ),
+        false => error,
+    }
+}
+
 /// Changes the limits of a container.
 pub fn set_limits(name: &str, limits: &Limits) -> io::Result<()> {
     let place = place(name);

@@ -6,7 +6,7 @@ use crate::enter::{Entering, Job};
 use crate::{ENTER, cgroup, stream, users};
 use proto::agent::container::{Container, ContainerProcess};
 use proto::agent::{CommandUser, End, GuestCommand, Stream, TerminalSize};
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use std::collections::BTreeMap;
@@ -113,7 +113,12 @@ fn prepare(
     let (entering, mut running, mut ending) = spawn_copy(spawn, job, command, streams)?;
     running.is_alone = true;
     ending.container = container;
-    entering.wait()?;
+    if let Err(error) = entering.wait() {
+        return Err(match &ending.container {
+            Some(name) => cgroup::abandon(name, error),
+            None => error,
+        });
+    }
     Ok((running, Prepared { entering, ending }))
 }
 
@@ -253,11 +258,13 @@ impl Running {
     /// Sends a signal to the command's process group, or to the container's process. One that has
     /// ended gets none.
     pub fn signal(&self, number: u8) {
+        if self.is_alone {
+            // Real-time signals, too, which have no names.
+            let pid = self.pid.as_raw_pid().unsigned_abs();
+            return host_linux::sys::kill(pid, number.into());
+        }
         if let Some(signal) = Signal::from_named_raw(number.into()) {
-            let _ = match self.is_alone {
-                true => kill_process(self.pid, signal),
-                false => kill_process_group(self.pid, signal),
-            };
+            let _ = kill_process_group(self.pid, signal);
         }
     }
 

@@ -4,11 +4,11 @@
 //! All paths of a container are resolved after its root has become this process' root, so that its
 //! symbolic links lead nowhere else.
 
-use crate::cgroup;
+use crate::{cgroup, copy_up};
 use nix::sched::{CloneFlags, unshare};
 use proto::agent::Strings;
 use proto::agent::container::{Container, ContainerMount, Device};
-use rustix::fs::{self, CWD, FileType, Gid, Mode, Uid};
+use rustix::fs::{self, CWD, FileType, Gid, Mode, StatVfsMountFlags, Uid};
 use rustix::io::Errno;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount,
@@ -22,7 +22,7 @@ use std::fs as files;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 /// Place of the disk with changes of containers, each in a folder of its name.
@@ -67,7 +67,8 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", private)?;
     if container.namespaces.uts && !container.hostname.is_empty() {
-        rustix::system::sethostname(container.hostname.as_bytes())?;
+        let set = rustix::system::sethostname(container.hostname.as_bytes());
+        set.map_err(io::Error::from).map_err(named("set the host name"))?;
     }
     set_parameters(&container.parameters)?;
     // Modes of new files are those that are stated.
@@ -83,6 +84,8 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
         true => change_root(&mount_overlay(container.name, root)?)?,
         false => change_root(root)?,
     }
+    // As other runtimes do; one that cannot be created fails when the process enters it.
+    let _ = create_folder(Path::new(OsStr::from_bytes(container.process.command.folder)));
     for (mount, source) in container.mounts.iter().zip(sources) {
         let place = Path::new(OsStr::from_bytes(mount.place));
         mount_one(mount, source, place)
@@ -154,6 +157,9 @@ fn change_root(root: &Path) -> io::Result<()> {
     let change = || {
         // The new root must be a mount point.
         mount_bind_recursive(root, root)?;
+        // Devices of a container whose `/dev` is no file system of its own are there: the shared
+        // directory's `nodev` is not for them.
+        mount_remount(root, MountFlags::BIND, "")?;
         chdir(root)?;
         // The old root is below the new one, and goes (pivot_root(2)).
         pivot_root(".", ".")?;
@@ -169,18 +175,36 @@ fn mount_one(one: &ContainerMount<'_>, source: Option<OwnedFd>, place: &Path) ->
     if let Some(source) = source {
         let is_folder = FileType::from_raw_mode(fs::fstat(&source)?.st_mode) == FileType::Directory;
         match is_folder {
-            true => files::create_dir_all(place)?,
+            true => create_folder(place)?,
             false => create_file(place)?,
         }
         attach(source, place)?;
-        return if flags.is_empty() { Ok(()) } else { remount(place, flags) };
+        // Without a flag, too: the copied file system has that of the shared directory, `nodev`.
+        return remount(place, flags);
     }
-    files::create_dir_all(place)?;
+    let has_place = place.is_dir();
+    create_folder(place)?;
     // Guests have cgroups of version 2 only.
     let kind = if one.kind == "cgroup" { "cgroup2" } else { one.kind };
-    let data = CString::new(one.data)?;
+    let mut data = one.data.to_owned();
+    if kind == "tmpfs" && has_place && !data.split(',').any(|option| option.starts_with("mode=")) {
+        let comma = if data.is_empty() { "" } else { "," };
+        data = format!("mode={:o}{comma}{data}", place.metadata()?.mode() & 0o7777);
+    }
+    let below = one.copies.then(|| files::File::open(place)).transpose()?;
+    // A file system that is to be read-only is so after the copy.
+    let mut first = flags;
+    first.set(MountFlags::RDONLY, flags.contains(MountFlags::RDONLY) && !one.copies);
     let name = Path::new(OsStr::from_bytes(one.source));
-    mount(name, place, kind, flags, Some(&*data)).map_err(io::Error::from)
+    mount(name, place, kind, first, Some(&*CString::new(data)?))?;
+    let Some(below) = below else { return Ok(()) };
+    copy_up::fill(&below, place).map_err(named("copy the folder below"))?;
+    if first == flags { Ok(()) } else { remount(place, flags) }
+}
+
+/// Creates a folder and those above it, which only root may change.
+fn create_folder(place: &Path) -> io::Result<()> {
+    files::DirBuilder::new().recursive(true).mode(0o755).create(place)
 }
 
 /// Creates an empty file as a mount point, unless something is there.
@@ -189,9 +213,10 @@ fn create_file(place: &Path) -> io::Result<()> {
         return Ok(());
     }
     if let Some(parent) = place.parent() {
-        files::create_dir_all(parent)?;
+        create_folder(parent)?;
     }
-    files::OpenOptions::new().write(true).create(true).truncate(false).open(place).map(drop)
+    let mut options = files::OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o644).open(place).map(drop)
 }
 
 fn attach(tree: OwnedFd, place: &Path) -> io::Result<()> {
@@ -220,7 +245,7 @@ fn make_devices(more: &[Device<'_>]) -> io::Result<()> {
     for device in default.chain(more.iter().cloned()) {
         let path = Path::new(OsStr::from_bytes(device.path));
         if let Some(parent) = path.parent() {
-            files::create_dir_all(parent)?;
+            create_folder(parent)?;
         }
         let kind = FileType::from_raw_mode(device.mode);
         let mode = Mode::from_raw_mode(device.mode);
@@ -258,14 +283,24 @@ fn protect(masked: Strings<'_>, read_only: Strings<'_>) -> io::Result<()> {
         if !path.exists() {
             continue;
         }
-        // The flags of the file system stay (`/proc` has all of them).
-        let kept = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         let bound = mount_bind_recursive(path, path).map_err(io::Error::from);
         bound
-            .and_then(|()| remount(path, kept | MountFlags::RDONLY))
+            .and_then(|()| remount(path, flags_of(path)? | MountFlags::RDONLY))
             .map_err(named(format_args!("protect {}", path.display())))?;
     }
     Ok(())
+}
+
+/// Returns the flags of the file system at a path that a change of one of them keeps.
+fn flags_of(path: &Path) -> io::Result<MountFlags> {
+    const KEPT: [(StatVfsMountFlags, MountFlags); 3] = [
+        (StatVfsMountFlags::NOSUID, MountFlags::NOSUID),
+        (StatVfsMountFlags::NODEV, MountFlags::NODEV),
+        (StatVfsMountFlags::NOEXEC, MountFlags::NOEXEC),
+    ];
+    let found = fs::statvfs(path)?.f_flag;
+    let kept = KEPT.iter().filter(|(flag, _)| found.contains(*flag));
+    Ok(kept.fold(MountFlags::empty(), |all, (_, flag)| all | *flag))
 }
 
 /// Container that further processes enter.

@@ -13,6 +13,7 @@ use crate::{privileges, users};
 use proto::agent::container::{Container, ContainerProcess};
 use proto::agent::{CommandUser, GuestCommand, io as wire};
 use rustix::fs::{Access, access};
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -213,6 +214,7 @@ fn become_member(
     let report = |report: &Report<'_>| wire::send(control, report);
     let prepare = || {
         begin_session(&process.command)?;
+        privileges::set_oom_score(process)?;
         enter()?;
         let program = find(&process.command)?;
         report(&Report::Ready)?;
@@ -245,10 +247,31 @@ fn start(process: &ContainerProcess<'_>, program: &Path) -> io::Result<io::Error
         let home = users::resolve(&CommandUser::Named(&user))?.home;
         started.env("HOME", home.unwrap_or_else(|| "/".to_owned()));
     }
+    check_format(program).map_err(|error| {
+        io::Error::new(error.kind(), format!("exec {}: {error}", program.display()))
+    })?;
     privileges::apply_last(process)?;
     let error = started.exec();
     let text = format!("exec {}: {}", program.display(), reason(&error));
     Ok(io::Error::new(error.kind(), text))
+}
+
+/// Refuses a program that the kernel cannot execute: the C library would let a shell interpret it,
+/// whatever it is. One that this user cannot read is left to the kernel.
+fn check_format(program: &Path) -> io::Result<()> {
+    /// First bytes of the formats of Linux (fs/binfmt_elf.c, fs/binfmt_script.c), and machines of
+    /// this processor (`linux/elf-em.h`) at their place.
+    const ELF: &[u8] = b"\x7fELF";
+    const SCRIPT: &[u8] = b"#!";
+    const MACHINES: [u16; 2] = [3, 62];
+    let mut head = Vec::new();
+    let read = std::fs::File::open(program).and_then(|file| file.take(20).read_to_end(&mut head));
+    if read.is_err() || head.starts_with(SCRIPT) {
+        return Ok(());
+    }
+    let machine = head.get(18..20).map(|it| u16::from_le_bytes([it[0], it[1]]));
+    let is_own = head.starts_with(ELF) && machine.is_some_and(|it| MACHINES.contains(&it));
+    if is_own { Ok(()) } else { Err(Errno::NOEXEC.into()) }
 }
 
 fn has_home(command: &GuestCommand<'_>) -> bool {
@@ -310,6 +333,25 @@ mod tests {
         let text = "start `/no`: executable file not found: No such file or directory";
         assert_eq!(find(b"/no\0", b""), Err(text.to_owned()));
         assert_eq!(find(b"/etc\0", b""), Err("exec `/etc`: Permission denied".to_owned()));
+    }
+
+    #[test]
+    fn only_programs_of_the_kernel_are_executed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let check = |bytes: &[u8]| {
+            let program = folder.path().join("program");
+            std::fs::write(&program, bytes).expect("a file");
+            check_format(&program).map_err(|error| reason(&error))
+        };
+        let elf = |machine: u8| [&b"\x7fELF"[..], &[0; 14], &[machine, 0]].concat();
+        assert_eq!(
+            (check(&elf(62)), check(&elf(3)), check(b"#!/bin/sh\n")),
+            (Ok(()), Ok(()), Ok(()))
+        );
+        for wrong in [&b""[..], b"echo", b"\x7fELF", &elf(183)] {
+            assert_eq!(check(wrong), Err("Exec format error".to_owned()), "{wrong:?}");
+        }
+        assert!(check_format(Path::new("/no/such")).is_ok());
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod clock;
 mod command;
 mod connection;
 mod container;
+mod copy_up;
 mod enter;
 mod listener;
 mod network;

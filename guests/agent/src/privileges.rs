@@ -1,6 +1,7 @@
 //! User, capabilities and limits of a process, which sets them itself before its program starts.
 
 use crate::users;
+use nix::sys::personality::{self, Persona};
 use proto::agent::CommandUser;
 use proto::agent::container::{Capabilities, ContainerProcess, ResourceLimit};
 use rustix::fs::Mode;
@@ -11,7 +12,7 @@ use rustix::thread::{
     configure_capability_in_ambient_set, remove_capability_from_bounding_set, set_capabilities,
     set_keep_capabilities, set_no_new_privs, set_thread_gid, set_thread_groups, set_thread_uid,
 };
-use std::io;
+use std::{fs, io};
 
 /// Resources by their numbers (`asm-generic/resource.h`).
 const RESOURCES: [Resource; 16] = [
@@ -33,6 +34,9 @@ const RESOURCES: [Resource; 16] = [
     Resource::Rttime,
 ];
 
+/// Adjustment of a process' score for the OOM killer (proc(5)).
+const OOM_SCORE: &str = "/proc/self/oom_score_adj";
+
 /// Adds to an error what was done.
 fn named(what: &str) -> impl FnOnce(Errno) -> io::Error {
     move |error| {
@@ -48,6 +52,13 @@ pub fn change_user(user: &CommandUser<'_>) -> io::Result<()> {
     set_thread_groups(&groups).map_err(named("set the groups"))?;
     set_thread_gid(Gid::from_raw(user.group)).map_err(named("set the group"))?;
     set_thread_uid(Uid::from_raw(user.user)).map_err(named("set the user"))
+}
+
+/// Sets the score of a container's process for the OOM killer, in the guest's own `/proc`.
+pub fn set_oom_score(process: &ContainerProcess<'_>) -> io::Result<()> {
+    let Some(score) = process.oom_score else { return Ok(()) };
+    let written = fs::write(OOM_SCORE, score.to_string());
+    written.map_err(|error| io::Error::new(error.kind(), format!("set the OOM score: {error}")))
 }
 
 /// Sets limits, user and capabilities of a container's process, and its seccomp filter unless
@@ -69,6 +80,9 @@ pub fn apply(process: &ContainerProcess<'_>) -> io::Result<()> {
             change_user(&process.command.user)?;
             set_sets(sets)?;
         }
+    }
+    if let Some(domain) = process.personality {
+        personality::set(Persona::from_bits_retain(domain as i32))?;
     }
     if process.no_new_privileges {
         set_no_new_privs(true).map_err(named("give up new privileges"))?;
@@ -96,7 +110,10 @@ fn set_limit(limit: &ResourceLimit) -> io::Result<()> {
     // `None` is infinity.
     let value = |value: u64| (value != u64::MAX).then_some(value);
     let (current, maximum) = (value(limit.soft), value(limit.hard));
-    setrlimit(resource, Rlimit { current, maximum }).map_err(named("set a resource limit"))
+    setrlimit(resource, Rlimit { current, maximum }).map_err(|error| {
+        let name = format!("RLIMIT_{resource:?}").to_uppercase();
+        named(&format!("set {name} to {}:{}", limit.soft, limit.hard))(error)
+    })
 }
 
 fn limit_bounding_set(kept: u64) -> io::Result<()> {

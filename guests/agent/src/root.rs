@@ -49,6 +49,11 @@ const PRIVATE: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(Mo
 const REPORTING_ORDER: (&str, &str) =
     ("/sys/module/page_reporting/parameters/page_reporting_order", "5");
 
+/// Parameter of Linux: the largest limit of open files that a process may have. This is the most
+/// that Linux takes for 64-bit machines (fs/file.c), and what systemd sets on hosts, so that limits
+/// of containers which hosts accept are not refused.
+const MOST_FILES: (&str, &str) = ("/proc/sys/fs/nr_open", "2147483584");
+
 /// Links in `/dev` that programs expect (Linux' `Documentation/admin-guide/devices.rst`).
 const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd", "/dev/fd"),
@@ -77,7 +82,10 @@ pub fn mount_kernel_file_systems() -> io::Result<()> {
     // Some VM has no balloon, some kernel no such parameter.
     let (file, value) = REPORTING_ORDER;
     let _ = files::write(file, value);
-    Ok(())
+    let (file, value) = MOST_FILES;
+    files::write(file, value).map_err(|error| {
+        io::Error::new(error.kind(), format!("raise the limit of open files: {error}"))
+    })
 }
 
 /// Changes to the root of a guest, and mounts its directories.

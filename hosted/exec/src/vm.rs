@@ -92,6 +92,13 @@ pub fn host_cpus() -> u8 {
     thread::available_parallelism().map_or(1, |count| count.get().min(MAX_VCPUS) as u8)
 }
 
+/// Returns the memory of this host in bytes, with its swap: a VM cannot have more.
+pub fn host_memory() -> u64 {
+    let host = rustix::system::sysinfo();
+    let unit = u64::from(host.mem_unit.max(1));
+    host.totalram.saturating_add(host.totalswap).saturating_mul(unit)
+}
+
 impl AgentVm {
     /// Starts the VM that [`describe`] describes, which ends with this process; the agent may not
     /// answer yet.

@@ -6,7 +6,7 @@
 use crate::limits::{MAX_DEPTH, MAX_ENTRIES, MAX_FILE, MAX_HEADER, MAX_NAME, MAX_PATH};
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read, Result};
-use tar::{Archive, Entries, EntryType, Header, PaxExtensions};
+use tar::{Archive, Entries, EntryType, Header};
 
 /// Prefix of extended attributes in pax headers.
 const XATTR: &str = "SCHILY.xattr.";
@@ -141,10 +141,12 @@ impl Extended {
     }
 
     fn take_pax(&mut self, bytes: &[u8]) -> Result<()> {
-        for record in PaxExtensions::new(bytes) {
-            let record = record?;
-            let key = record.key().map_err(|_| refused("a pax header is not UTF-8"))?;
-            let value = record.value_bytes();
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (key, value, after) =
+                record(rest).ok_or_else(|| refused("a pax record is malformed"))?;
+            rest = after;
+            let key = std::str::from_utf8(key).map_err(|_| refused("a pax header is not UTF-8"))?;
             let number = || {
                 let whole = value.split(|&byte| byte == b'.').next().unwrap_or_default();
                 let text = std::str::from_utf8(whole).ok();
@@ -206,6 +208,17 @@ impl Extended {
     }
 }
 
+/// Splits the first record of a pax header, `LENGTH KEY=VALUE` and a newline, into its key, its
+/// value and what follows; `None`: it is malformed. Only the length ends a record: names and values
+/// of attributes may have newlines (POSIX.1-2001, pax, "pax Extended Header").
+fn record(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let space = bytes.iter().position(|&byte| byte == b' ')?;
+    let length: usize = std::str::from_utf8(&bytes[..space]).ok()?.parse().ok()?;
+    let line = bytes.get(space + 1..length)?.strip_suffix(b"\n")?;
+    let equals = line.iter().position(|&byte| byte == b'=')?;
+    Some((&line[..equals], &line[equals + 1..], &bytes[length..]))
+}
+
 /// Returns whether an extended attribute is kept.
 fn is_kept(name: &str) -> bool {
     let prefix = XATTRS.iter().find(|prefix| name.starts_with(**prefix));
@@ -252,4 +265,33 @@ pub fn components(path: &[u8]) -> Result<Components> {
         return Err(refused(format!("a path of more than {MAX_DEPTH} components")));
     }
     Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_its_length_ends_a_pax_record() {
+        let header = b"12 path=a\nb\n29 SCHILY.xattr.user.a=x\n\n=y\n9 uid=77\n";
+        let mut extended = Extended::default();
+        extended.take_pax(header).unwrap();
+        assert_eq!(extended.path.as_deref(), Some(&b"a\nb"[..]));
+        assert_eq!(extended.xattrs, [("user.a".to_owned(), b"x\n\n=y".to_vec())]);
+        assert_eq!(extended.user, Some(77));
+        for wrong in [
+            "x",
+            "5",
+            "99 a=b\n",
+            "0 a=b\n",
+            "6 a=b",
+            "6 ab\n\n",
+            "3 a=b\n",
+            "-6 a=b\n",
+            "7 a=b\n\0",
+        ] {
+            let refused = Extended::default().take_pax(wrong.as_bytes());
+            assert_eq!(refused.unwrap_err().to_string(), "a pax record is malformed", "{wrong:?}");
+        }
+    }
 }

@@ -9,11 +9,14 @@ use crate::resources::StatedLimits;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::value::Size;
 use hosted_exec::patience::AgentTimeout;
-use hosted_exec::vm::host_cpus;
-use oci_spec::runtime::{Linux, LinuxDevice, LinuxNamespace, LinuxNamespaceType, Process, Spec};
+use hosted_exec::vm::{host_cpus, host_memory};
+use oci_spec::runtime::{
+    Hooks, Linux, LinuxDevice, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, Process, Spec,
+};
 use proto::agent::container::Namespaces;
 use std::collections::HashMap;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -41,6 +44,8 @@ pub struct Bundle {
     pub rootfs: PathBuf,
     pub is_read_only: bool,
     pub hostname: String,
+    /// NIS domain; `None`: that of the guest.
+    pub domain: Option<String>,
     pub process: Process,
     pub linux: Linux,
     pub mounts: Vec<MountPlan>,
@@ -71,7 +76,14 @@ impl Bundle {
     pub fn open(folder: &Path) -> Result<Self, Failure> {
         let path = fs::canonicalize(folder).file_error("find the bundle", folder)?;
         let file = path.join(CONFIGURATION);
-        let text = fs::read(&file).file_error("read", &file)?;
+        let text = fs::read(&file).map_err(|error| match error.kind() {
+            // The words of runc.
+            io::ErrorKind::NotFound => {
+                let text = format!("JSON specification file {CONFIGURATION} not found");
+                refuse(text).help(format!("it must be in {}", path.display()))
+            }
+            _ => Failure::file("read", &file, &error),
+        })?;
         let spec: Spec = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
         Self::new(path, spec)
@@ -87,7 +99,7 @@ impl Bundle {
         }
         let annotations = spec.annotations().clone().unwrap_or_default();
         let sandbox = sandbox(&annotations)?;
-        if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
+        if spec.hooks().as_ref().is_some_and(has_hooks) {
             return Err(refuse("hooks are not supported: they change the host's namespaces"));
         }
         if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
@@ -95,7 +107,7 @@ impl Bundle {
                 "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
             ));
         }
-        linux.devices().iter().flatten().try_for_each(check_device)?;
+        check_linux(&linux)?;
         let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
         let mounts = spec.mounts().iter().flatten().map(|mount| MountPlan::new(mount, &path));
         let limits = limits(&linux, &annotations)?;
@@ -110,6 +122,7 @@ impl Bundle {
             rootfs: path.join(root.path()),
             is_read_only: root.readonly().unwrap_or_default(),
             hostname: spec.hostname().clone().unwrap_or_default(),
+            domain: spec.domainname().clone().filter(|domain| !domain.is_empty()),
             mounts: mounts.collect::<Result<_, _>>()?,
             path,
             process,
@@ -141,8 +154,39 @@ fn sandbox(annotations: &HashMap<String, String>) -> Result<Option<String>, Fail
     }
 }
 
+/// Refuses what a VM would leave out silently.
+fn check_linux(linux: &Linux) -> Result<(), Failure> {
+    if linux.intel_rdt().is_some() {
+        return Err(refuse("linux.intelRdt: a VM cannot have a part of the host's cache"));
+    }
+    let has_users =
+        linux.namespaces().iter().flatten().any(|it| it.typ() == LinuxNamespaceType::User);
+    let mut mappings = linux.uid_mappings().iter().chain(linux.gid_mappings()).flatten();
+    if has_users && mappings.any(|it| it.container_id() != it.host_id()) {
+        // The owners of files would be wrong.
+        return Err(refuse("linux.uidMappings, gidMappings: a VM cannot map the IDs of users"));
+    }
+    let mut offsets = linux.time_offsets().iter().flatten();
+    if offsets
+        .any(|(_, offset)| offset.secs().unwrap_or(0) != 0 || offset.nanosecs().unwrap_or(0) != 0)
+    {
+        return Err(refuse("linux.timeOffsets: a VM has no time namespaces"));
+    }
+    linux.devices().iter().flatten().try_for_each(check_device)
+}
+
+/// Returns whether there is a hook: lists of them may be empty.
+fn has_hooks(hooks: &Hooks) -> bool {
+    let lists = serde_json::to_value(hooks).unwrap_or_default();
+    let mut lists = lists.as_object().into_iter().flat_map(|lists| lists.values());
+    lists.any(|list| list.as_array().is_none_or(|list| !list.is_empty()))
+}
+
 fn check_device(device: &LinuxDevice) -> Result<(), Failure> {
-    match DEVICES.contains(&(device.major(), device.minor())) {
+    // A FIFO has no number.
+    let is_fifo = device.typ() == LinuxDeviceType::P;
+    let is_block = device.typ() == LinuxDeviceType::B;
+    match is_fifo || !is_block && DEVICES.contains(&(device.major(), device.minor())) {
         true => Ok(()),
         false => Err(refuse(format!(
             "device {}: a VM has no devices of the host",
@@ -220,8 +264,11 @@ fn size(
     let extra = annotations::extra(annotations)?;
     let default = annotations::default_memory(annotations)?;
     let memory = match limits.memory.filter(|limit| *limit > 0) {
-        // Pages of 4 KiB.
-        Some(limit) => Size((limit.unsigned_abs().saturating_add(extra.0) >> 12) << 12),
+        // Pages of 4 KiB. A limit may exceed what the host has, and takes no effect then.
+        Some(limit) => {
+            let wanted = limit.unsigned_abs().saturating_add(extra.0).min(host_memory());
+            Size((wanted >> 12) << 12)
+        }
         None => default,
     };
     let quota = limits.cpu_quota.filter(|quota| *quota > 0);
@@ -283,6 +330,7 @@ mod tests {
         let annotations = json!({ EXTRA: "128M", DEFAULT: "1G" });
         assert_eq!(size(100 << 20, 1, annotations.clone()), Ok((228, 1)));
         assert_eq!(size(-1, 0, annotations).map(|it| it.0), Ok(1024));
+        assert_eq!(size(1 << 50, 0, json!({})).map(|it| it.0), Ok(host_memory() >> 20));
         let wrong = size(-1, 0, json!({ EXTRA: "much" })).unwrap_err();
         assert!(wrong.starts_with("annotation dev.parador.memory: invalid size"), "{wrong}");
         for (text, expected) in [("on", Some(8 << 30)), ("64M", Some(64 << 20)), ("1M", None)] {
@@ -314,6 +362,32 @@ mod tests {
         assert_eq!(open(spec.clone()).unwrap().host_limits, HostLimits::default());
         spec["annotations"] = json!({ KINDS[0]: SANDBOX, SUM_SHARES: "x" });
         assert_eq!(open(spec).unwrap_err(), format!("annotation {SUM_SHARES}: \"x\""));
+    }
+
+    #[test]
+    fn lists_without_hooks_and_devices_without_hosts_are_harmless() {
+        open(with("", "hooks", json!({ "prestart": [], "poststop": [] }))).unwrap();
+        let device = |device: Value| open(with("/linux", "devices", json!([device])));
+        device(json!({ "path": "/dev/fifo", "type": "p" })).unwrap();
+        device(json!({ "path": "/dev/no", "type": "c", "major": 1, "minor": 3 })).unwrap();
+        let refused = device(json!({ "path": "/dev/no", "type": "b", "major": 1, "minor": 3 }));
+        assert_eq!(refused.unwrap_err(), "device /dev/no: a VM has no devices of the host");
+        open(with("/linux", "timeOffsets", json!({ "boottime": { "secs": 0 } }))).unwrap();
+        let refused = open(with("/linux", "timeOffsets", json!({ "boottime": { "secs": 1 } })));
+        assert_eq!(refused.unwrap_err(), "linux.timeOffsets: a VM has no time namespaces");
+        let mapping = |host: u32| {
+            let mapping = json!([{ "containerID": 0, "hostID": host, "size": 1000 }]);
+            let mut spec = with("/linux", "uidMappings", mapping);
+            spec["linux"]["namespaces"].as_array_mut().unwrap().push(json!({ "type": "user" }));
+            open(spec)
+        };
+        mapping(0).unwrap();
+        let text = "linux.uidMappings, gidMappings: a VM cannot map the IDs of users";
+        assert_eq!(mapping(100_000).unwrap_err(), text);
+        let refused = open(with("/linux", "intelRdt", json!({ "closID": "a" })));
+        assert!(refused.unwrap_err().starts_with("linux.intelRdt: "));
+        assert_eq!(open(with("", "domainname", json!("a"))).unwrap().domain.as_deref(), Some("a"));
+        assert_eq!(open(with("", "domainname", json!(""))).unwrap().domain, None);
     }
 
     #[test]

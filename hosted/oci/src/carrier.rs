@@ -9,6 +9,7 @@ use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
 use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
+use crate::view::View;
 use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
@@ -23,21 +24,29 @@ use proto::agent::{AgentRequest, Guest, Root};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, kill_process, setsid};
 use signal_hook::consts::{
-    SIGALRM, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH,
+    SIGABRT, SIGALRM, SIGCONT, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGQUIT, SIGTERM, SIGTRAP, SIGUSR1,
+    SIGUSR2, SIGVTALRM, SIGWINCH,
 };
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::Duration;
 
-/// Signals that containers get.
-const FORWARDED: [i32; 9] =
-    [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH, SIGCONT, SIGALRM];
+/// Signals that containers get, besides the real-time signals: all that a carrier does not get for
+/// a reason of its own.
+const FORWARDED: [i32; 14] = [
+    SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH, SIGCONT, SIGALRM, SIGABRT, SIGIO,
+    SIGPROF, SIGTRAP, SIGVTALRM,
+];
+/// Real-time signals for programs: 32 and 33 are the C library's.
+pub const REAL_TIME: RangeInclusive<i32> = 34..=64;
 /// Exit code of a container whose VM failed.
 const LOST: u8 = 255;
 /// Mount tag of the shared directory.
@@ -88,6 +97,11 @@ pub fn start(
         let _ = child.wait();
     }
     reported.map(|()| child)
+}
+
+/// Returns the signals that containers get.
+fn forwarded() -> Vec<i32> {
+    FORWARDED.into_iter().chain(REAL_TIME).collect()
 }
 
 fn clap_name(global: &Global) -> Option<String> {
@@ -159,14 +173,52 @@ pub fn become_carrier(global: &Global, carry: &Carry) -> Result<u8, Failure> {
     let _ = setsid();
     let store = Store::new(global.root.as_deref());
     Ok(match &carry.process {
-        None => container(global, &store, carry, &reporter),
+        None => container_beside_view(global, &store, carry, &reporter),
         Some(file) => member(&store, carry, file, &reporter),
     })
 }
 
-/// Carries a container; returns the exit code.
-fn container(global: &Global, store: &Store, carry: &Carry, reporter: &UnixStream) -> u8 {
-    let prepared = Container::prepare(global, store, carry);
+/// Carries a container in a second thread, while this one, the first, has the namespaces that
+/// engines enter; returns the exit code.
+fn container_beside_view(
+    global: &Global,
+    store: &Store,
+    carry: &Carry,
+    reporter: &UnixStream,
+) -> u8 {
+    let (send_view, view) = sync_channel::<View>(1);
+    let (send_result, result) = sync_channel(1);
+    thread::scope(|scope| {
+        let carried = thread::Builder::new().spawn_scoped(scope, move || {
+            let enter = |view: View| {
+                // The other thread waits for it, and answers.
+                send_view.send(view).ok();
+                let gone = || refuse("the carrier's first thread has ended");
+                result.recv().map_err(|_| gone()).and_then(|entered| entered)
+            };
+            container(global, store, carry, reporter, enter)
+        });
+        let Ok(carried) = carried else {
+            let _ = send(reporter, &Err::<(), _>(refuse("cannot create a thread")));
+            return LOST;
+        };
+        if let Ok(view) = view.recv() {
+            let _ = send_result.send(view.enter());
+        }
+        // A panic of the thread has been reported.
+        carried.join().unwrap_or(LOST)
+    })
+}
+
+/// Carries a container; returns the exit code. `enter` lets the first thread enter its view.
+fn container(
+    global: &Global,
+    store: &Store,
+    carry: &Carry,
+    reporter: &UnixStream,
+    enter: impl FnOnce(View) -> Result<(), Failure>,
+) -> u8 {
+    let prepared = Container::prepare(global, store, carry, enter);
     let is_reported = send(reporter, &prepared).is_ok();
     let Ok(container) = prepared else { return LOST };
     let Container { mut vm, carrier, listener, process } = container;
@@ -204,20 +256,29 @@ struct Container {
 }
 
 impl Container {
-    fn prepare(global: &Global, store: &Store, carry: &Carry) -> Result<Self, Failure> {
+    fn prepare(
+        global: &Global,
+        store: &Store,
+        carry: &Carry,
+        enter: impl FnOnce(View) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
         let mut state = store.load(&carry.id)?;
         state.carrier = ProcessId::of(std::process::id());
         store.save(&state)?;
         let bundle = Bundle::open(&state.bundle)?;
         if let Some(socket) = &carry.console_socket {
-            terminal::give(socket)?;
+            terminal::give(socket, bundle.process.console_size().as_ref())?;
         }
         enter_cgroups(store, &mut state, &bundle)?;
         let mut vm = match bundle.sandbox {
             Some(_) => (AgentVm::attach(state.vm_folder.clone()), None),
             None => start_vm(global, &state, &bundle)?,
         };
-        match Self::create(&mut vm, &state, &bundle) {
+        let created = Self::create(&mut vm, &state, &bundle);
+        // The guest has made the mount points.
+        let created =
+            created.and_then(|created| enter(View::new(&state, &bundle)).map(|()| created));
+        match created {
             Ok((carrier, listener)) => {
                 Ok(Self { vm: vm.0, carrier, listener, process: vm_process(&state.vm_folder) })
             }
@@ -243,7 +304,7 @@ impl Container {
         let has_terminal = bundle.process.terminal().unwrap_or_default();
         let set_up = is_own.then_some(&set_up);
         let connected =
-            Carrier::connect(vm, bundle.agent_timeout, &FORWARDED, has_terminal, set_up)?;
+            Carrier::connect(vm, bundle.agent_timeout, &forwarded(), has_terminal, set_up)?;
         let carrier = connected
             .map_err(|code| refuse(format!("a signal has ended the carrier (exit code {code})")))?;
         if let Some(network) = network {
@@ -362,7 +423,7 @@ fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u
         let process: Process = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
         if let Some(socket) = &carry.console_socket {
-            terminal::give(socket)?;
+            terminal::give(socket, process.console_size().as_ref())?;
         }
         enter(&store.load(&carry.id)?, &process)
     };
@@ -381,10 +442,10 @@ fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier
     let mut vm = AgentVm::attach(state.vm_folder.clone());
     let has_terminal = process.terminal().unwrap_or_default();
     let connected =
-        Carrier::connect(&mut vm, bundle.agent_timeout, &FORWARDED, has_terminal, None)?;
+        Carrier::connect(&mut vm, bundle.agent_timeout, &forwarded(), has_terminal, None)?;
     let carrier =
         connected.map_err(|code| refuse(format!("a signal has ended the carrier ({code})")))?;
-    let message = ProcessMessage::new(process, &bundle.linux)?;
+    let message = ProcessMessage::new(process, &bundle.process, &bundle.linux)?;
     let process = message.message(carrier.terminal())?;
     carrier.request(&mut vm, &AgentRequest::Enter { container: &state.id, process })?;
     carrier.request(&mut vm, &AgentRequest::Run)?;

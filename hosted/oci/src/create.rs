@@ -112,8 +112,7 @@ fn build(
     mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
     let console = arguments.console_socket.as_deref();
     let carrier = carrier::start(global, &state, console, None)?;
-    write_pid(arguments.pid_file.as_deref(), &carrier)?;
-    Ok(carrier)
+    write_pid(arguments.pid_file.as_deref(), carrier)
 }
 
 /// Returns the scratch disk of a container's VM.
@@ -131,17 +130,27 @@ fn scratch_disk(
     }
 }
 
-/// Writes the number of a carrier to a file of the engine, which sees all of it or nothing.
+/// Writes the number of a carrier to a file of the engine, which sees all of it or nothing, and
+/// returns the carrier.
 ///
 /// # Errors
-/// The file cannot be written.
-pub fn write_pid(path: Option<&Path>, carrier: &Child) -> Result<(), Failure> {
-    let Some(path) = path else { return Ok(()) };
+/// The file cannot be written. The carrier has ended then, and what it carries.
+pub fn write_pid(path: Option<&Path>, mut carrier: Child) -> Result<Child, Failure> {
+    let Some(path) = path else { return Ok(carrier) };
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
     let new = path.with_file_name(name);
-    fs::write(&new, carrier.id().to_string()).file_error("write", &new)?;
-    fs::rename(&new, path).file_error("write", path)
+    let written = fs::write(&new, carrier.id().to_string()).file_error("write", &new);
+    match written.and_then(|()| fs::rename(&new, path).file_error("write", path)) {
+        Ok(()) => Ok(carrier),
+        Err(failure) => {
+            let _ = fs::remove_file(&new);
+            // No engine knows of it.
+            let _ = carrier.kill();
+            let _ = carrier.wait();
+            Err(failure)
+        }
+    }
 }
 
 /// Returns a name that no other container has: of this process, and its time.

@@ -22,6 +22,7 @@
 //! | `systemd` | cgroups that systemd makes |
 //! | `network` | the pod's network namespace: addresses, a tap device |
 //! | `terminal` | pseudoterminals for engines |
+//! | `view` | namespaces of a carrier that engines enter |
 //! | `carrier` | the carrier of a container, and that of another process in it |
 //! | `resources` | limits, `update`, `events` |
 //! | `balloon` | memory that the guest returns to the host after `update` |
@@ -50,6 +51,7 @@ mod seccomp;
 mod store;
 mod systemd;
 mod terminal;
+mod view;
 
 use clap::Parser;
 use hosted_command::failure::{self, Failure};

@@ -1,8 +1,10 @@
 //! The commands of the runtime, besides `create`.
 
+use crate::carrier::REAL_TIME;
 use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
 use crate::store::{ContainerRecord, Status, Store};
 use crate::{carrier, cgroup, create, mounts, refuse, resources, scratch};
+use host_linux::sys::{NumberCall, call_with_numbers};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::output::print;
 use oci_spec::runtime::Process;
@@ -12,7 +14,7 @@ use std::fs;
 use std::io;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, ExitStatus};
 use std::thread;
 use std::time::Duration;
 
@@ -21,6 +23,44 @@ const VERSION: &str = "1.0.2";
 /// Time for processes to end after SIGKILL, and for a VM whose carrier has ended.
 const ATTEMPTS: u32 = 500;
 const INTERVAL: Duration = Duration::from_millis(10);
+/// Names of signals, without SIG (signal(7)).
+const SIGNALS: [(&str, Signal); 35] = [
+    ("HUP", Signal::HUP),
+    ("INT", Signal::INT),
+    ("QUIT", Signal::QUIT),
+    ("ILL", Signal::ILL),
+    ("TRAP", Signal::TRAP),
+    ("ABRT", Signal::ABORT),
+    ("IOT", Signal::ABORT),
+    ("BUS", Signal::BUS),
+    ("FPE", Signal::FPE),
+    ("KILL", Signal::KILL),
+    ("USR1", Signal::USR1),
+    ("SEGV", Signal::SEGV),
+    ("USR2", Signal::USR2),
+    ("PIPE", Signal::PIPE),
+    ("ALRM", Signal::ALARM),
+    ("TERM", Signal::TERM),
+    ("STKFLT", Signal::STKFLT),
+    ("CHLD", Signal::CHILD),
+    ("CLD", Signal::CHILD),
+    ("CONT", Signal::CONT),
+    ("STOP", Signal::STOP),
+    ("TSTP", Signal::TSTP),
+    ("TTIN", Signal::TTIN),
+    ("TTOU", Signal::TTOU),
+    ("URG", Signal::URG),
+    ("XCPU", Signal::XCPU),
+    ("XFSZ", Signal::XFSZ),
+    ("VTALRM", Signal::VTALARM),
+    ("PROF", Signal::PROF),
+    ("WINCH", Signal::WINCH),
+    ("IO", Signal::IO),
+    ("POLL", Signal::IO),
+    ("PWR", Signal::POWER),
+    ("SYS", Signal::SYS),
+    ("UNUSED", Signal::SYS),
+];
 
 /// Carries out a command and returns the exit code.
 ///
@@ -77,9 +117,7 @@ fn run(store: &Store, id: &str, mut carrier: Child, is_detached: bool) -> Result
     let ended = carrier.wait().os_error("wait for the container");
     delete(store, id, true)?;
     started?;
-    let status = ended?;
-    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
-    Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+    ended.map(exit_code)
 }
 
 /// Returns the state of a container for engines.
@@ -104,40 +142,39 @@ fn kill(store: &Store, id: &str, signal: &str) -> Result<(), Failure> {
     let signal = parse_signal(signal)?;
     let carrier = state.carrier.and_then(|carrier| carrier.pid());
     let carrier = carrier.ok_or_else(|| refuse("container not running"))?;
-    if signal == Signal::KILL {
+    if signal == Signal::KILL.as_raw() {
         cgroup::freeze(&state.cgroups, false)?;
     }
-    kill_process(carrier, signal).map_err(io::Error::from).os_error("send the signal")
+    let arguments = [carrier.as_raw_pid(), signal].map(i32::unsigned_abs).map(u64::from);
+    let sent = call_with_numbers(NumberCall::Kill, [arguments[0], arguments[1], 0, 0]);
+    let sent = sent.map_err(|error| io::Error::from_raw_os_error(error.0));
+    sent.map(drop).os_error("send the signal")
 }
 
-/// Reads a signal: its number, or its name with or without SIG.
-fn parse_signal(text: &str) -> Result<Signal, Failure> {
-    const NAMES: [(&str, Signal); 19] = [
-        ("HUP", Signal::HUP),
-        ("INT", Signal::INT),
-        ("QUIT", Signal::QUIT),
-        ("ILL", Signal::ILL),
-        ("ABRT", Signal::ABORT),
-        ("FPE", Signal::FPE),
-        ("KILL", Signal::KILL),
-        ("USR1", Signal::USR1),
-        ("SEGV", Signal::SEGV),
-        ("USR2", Signal::USR2),
-        ("PIPE", Signal::PIPE),
-        ("ALRM", Signal::ALARM),
-        ("TERM", Signal::TERM),
-        ("CONT", Signal::CONT),
-        ("STOP", Signal::STOP),
-        ("TSTP", Signal::TSTP),
-        ("WINCH", Signal::WINCH),
-        ("IO", Signal::IO),
-        ("PWR", Signal::POWER),
-    ];
-    let number = text.parse().ok().and_then(Signal::from_named_raw);
+/// Reads a signal: its number, or its name with or without SIG, also relative to the first or last
+/// real-time signal. Returns the number.
+fn parse_signal(text: &str) -> Result<i32, Failure> {
+    let wrong = || refuse(format!("unknown signal {text:?}"));
     let upper = text.to_uppercase();
     let name = upper.strip_prefix("SIG").unwrap_or(&upper);
-    let named = || NAMES.iter().find(|(known, _)| *known == name).map(|(_, signal)| *signal);
-    number.or_else(named).ok_or_else(|| refuse(format!("unknown signal {text:?}")))
+    let offset = |text: &str| text.is_empty().then_some(0).or_else(|| text.parse().ok());
+    let number = if let Some(after) = name.strip_prefix("RTMIN") {
+        offset(after).and_then(|offset: i32| REAL_TIME.start().checked_add(offset))
+    } else if let Some(before) = name.strip_prefix("RTMAX") {
+        offset(before).and_then(|offset: i32| REAL_TIME.end().checked_add(offset))
+    } else {
+        let known = SIGNALS.iter().find(|(known, _)| *known == name);
+        return match (known, text.parse()) {
+            (Some((_, signal)), _) => Ok(signal.as_raw()),
+            (None, Ok(number)) if is_signal(number) => Ok(number),
+            _ => Err(wrong()),
+        };
+    };
+    number.filter(|number| REAL_TIME.contains(number)).ok_or_else(wrong)
+}
+
+fn is_signal(number: i32) -> bool {
+    Signal::from_named_raw(number).is_some() || REAL_TIME.contains(&number)
 }
 
 fn delete(store: &Store, id: &str, is_forced: bool) -> Result<(), Failure> {
@@ -280,21 +317,30 @@ fn exec(global: &Global, store: &Store, arguments: &Exec) -> Result<u8, Failure>
     let started = carrier::start(global, &state, console, Some(&file));
     // The carrier removes it, unless it could not be started.
     let _ = fs::remove_file(&file);
-    let mut started = started?;
-    create::write_pid(arguments.pid_file.as_deref(), &started)?;
+    let mut started = create::write_pid(arguments.pid_file.as_deref(), started?)?;
     if arguments.detach {
         return Ok(0);
     }
-    let status = started.wait().os_error("wait for the process")?;
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+    Ok(exit_code(started.wait().os_error("wait for the process")?))
+}
+
+/// Returns the exit code of a carrier that has ended: its own, or 128 and the signal that has ended
+/// it.
+fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
 }
 
 /// Returns the process of the options: that of a file, or the container's with another command.
 fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure> {
     if let Some(file) = &arguments.process {
         let text = fs::read(file).file_error("read", file)?;
-        return serde_json::from_slice(&text)
-            .map_err(|error| refuse(format!("{}: {error}", file.display())));
+        let mut process: Process = serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
+        if arguments.tty {
+            process.set_terminal(Some(true));
+        }
+        return Ok(process);
     }
     if arguments.command.is_empty() {
         return Err(refuse("the command is missing"));
@@ -388,9 +434,20 @@ mod tests {
     #[test]
     fn signals_have_numbers_and_names() {
         for text in ["15", "TERM", "SIGTERM", "term"] {
-            assert_eq!(parse_signal(text).unwrap(), Signal::TERM);
+            assert_eq!(parse_signal(text).unwrap(), 15);
         }
-        for wrong in ["", "0", "99", "SIGNONE"] {
+        for (text, number) in [
+            ("37", 37),
+            ("SIGRTMIN+3", 37),
+            ("rtmin", 34),
+            ("RTMAX-1", 63),
+            ("CHLD", 17),
+            ("SYS", 31),
+            ("64", 64),
+        ] {
+            assert_eq!(parse_signal(text).unwrap(), number, "{text}");
+        }
+        for wrong in ["", "0", "99", "SIGNONE", "RTMIN+31", "RTMIN-1", "RTMAX+1", "RTMINx", "33"] {
             assert!(parse_signal(wrong).is_err(), "{wrong}");
         }
     }

@@ -156,8 +156,8 @@ pub struct Create {
 
 #[derive(Debug, Args)]
 pub struct Exec {
-    /// File with the process as JSON.
-    #[arg(short, long, value_name = "FILE", conflicts_with_all = ["env", "cwd", "user", "tty"])]
+    /// File with the process as JSON; of the options only --tty counts then.
+    #[arg(short, long, value_name = "FILE")]
     pub process: Option<PathBuf>,
     /// Return once it has started.
     #[arg(short, long)]
@@ -192,8 +192,8 @@ pub struct Update {
     /// and shares, limit of processes; the rest has no effect. It takes precedence.
     #[arg(short, long, value_name = "FILE")]
     pub resources: Option<PathBuf>,
-    /// Memory in bytes; -1: no limit.
-    #[arg(short, long, value_name = "BYTES", allow_negative_numbers = true)]
+    /// Memory in bytes, or with a unit, as in 512M; -1: no limit.
+    #[arg(short, long, value_name = "BYTES", value_parser = bytes, allow_negative_numbers = true)]
     pub memory: Option<i64>,
     /// CPU time in each period, in microseconds; -1: no limit.
     #[arg(long, value_name = "US", allow_negative_numbers = true)]
@@ -208,6 +208,23 @@ pub struct Update {
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
     pub pids_limit: Option<i64>,
     pub id: String,
+}
+
+/// Reads a number of bytes, with a binary unit after it if there is one, as runc does.
+fn bytes(text: &str) -> Result<i64, String> {
+    let lower = text.to_lowercase();
+    let digits = lower.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match lower[digits.len()..].trim_end_matches('b').trim_end_matches('i') {
+        "" => Some(0),
+        "k" => Some(10),
+        "m" => Some(20),
+        "g" => Some(30),
+        "t" => Some(40),
+        _ => None,
+    };
+    let number: Option<i64> = digits.parse().ok();
+    let size = number.zip(shift).and_then(|(number, shift)| number.checked_mul(1 << shift));
+    size.ok_or_else(|| "expected bytes, or a size such as 512M".to_owned())
 }
 
 /// Arguments of a carrier.
@@ -242,6 +259,11 @@ mod tests {
         );
         assert!(line.global.systemd_cgroup && line.global.log_format == LogFormat::Json);
         assert!(matches!(line.command, RuntimeCommand::Exec(exec) if exec.detach));
+        // conmon for `podman exec --tty`.
+        let line = parse(
+            "parador-oci exec --pid-file /p --process /f --detach --tty --console-socket /s abc",
+        );
+        assert!(matches!(line.command, RuntimeCommand::Exec(exec) if exec.tty));
         let line = parse("parador-oci exec -t abc sh -c x");
         assert!(
             matches!(line.command, RuntimeCommand::Exec(exec) if exec.command == ["sh", "-c", "x"])
@@ -250,6 +272,13 @@ mod tests {
         assert!(matches!(line.command, RuntimeCommand::Kill { signal, .. } if signal == "9"));
         let line = parse("parador-oci update --memory -1 --cpu-share 512 abc");
         assert!(matches!(line.command, RuntimeCommand::Update(it) if it.memory == Some(-1)));
+        for (text, bytes) in [("64M", 64 << 20), ("1gib", 1 << 30), ("5b", 5), ("7", 7)] {
+            let line = parse(&format!("parador-oci update --memory {text} abc"));
+            assert!(matches!(line.command, RuntimeCommand::Update(it) if it.memory == Some(bytes)));
+        }
+        for wrong in ["x", "1x", "", "9999999999G"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
         let line = parse("parador-oci update --resources - abc");
         assert!(matches!(line.command, RuntimeCommand::Update(it) if it.resources.is_some()));
         let line = parse("parador-oci events --stats abc");

@@ -6,7 +6,10 @@ use crate::resources::StatedLimits;
 use crate::store::ContainerRecord;
 use crate::{refuse, seccomp};
 use hosted_command::failure::Failure;
-use oci_spec::runtime::{Capabilities, Capability, Linux, LinuxDevice, LinuxDeviceType, Process};
+use oci_spec::runtime::{
+    Capabilities, Capability, Linux, LinuxCapabilities, LinuxDevice, LinuxDeviceType,
+    LinuxPersonalityDomain, Process,
+};
 use proto::agent::container::{
     Capabilities as Sets, Container, ContainerMount, ContainerProcess, Device, ResourceLimit,
 };
@@ -58,32 +61,56 @@ const CAPABILITIES: [Capability; 41] = [
     Capability::CheckpointRestore,
 ];
 
+/// Kernel parameter with the NIS domain of a UTS namespace.
+const DOMAIN: &str = "kernel.domainname";
+/// Execution domain of 32-bit programs (`linux/personality.h`).
+const PERSONALITY_32_BIT: u32 = 8;
+
 /// Process of a container, with the strings of its message.
 #[derive(Debug)]
 pub struct ProcessMessage<'a> {
     process: &'a Process,
+    capabilities: Option<&'a LinuxCapabilities>,
     arguments: Vec<u8>,
     environment: Vec<u8>,
     groups: heapless::Vec<u32, MAX_GROUPS>,
     filter: Vec<u64>,
+    oom_score: Option<i16>,
+    personality: Option<u32>,
 }
 
 impl<'a> ProcessMessage<'a> {
-    /// Reads the process of a container with this configuration.
+    /// Reads a process of a container with this configuration, whose first process is `container`.
     ///
     /// # Errors
-    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
-    pub fn new(process: &'a Process, linux: &Linux) -> Result<Self, Failure> {
+    /// A string has a zero, there are too many groups, the working directory is no absolute path,
+    /// the OOM score is out of range, or a VM cannot have the seccomp profile.
+    pub fn new(
+        process: &'a Process,
+        container: &'a Process,
+        linux: &Linux,
+    ) -> Result<Self, Failure> {
+        if !process.cwd().is_absolute() {
+            let text = format!("Cwd must be an absolute path: {:?}", process.cwd());
+            return Err(refuse(text));
+        }
+        let personality = linux.personality().as_ref().map(|it| match it.domain() {
+            LinuxPersonalityDomain::PerLinux => 0,
+            LinuxPersonalityDomain::PerLinux32 => PERSONALITY_32_BIT,
+        });
         let groups = process.user().additional_gids().as_deref().unwrap_or_default();
         let groups = heapless::Vec::from_slice(groups).map_err(|_| {
             refuse(format!("a process has {} groups; the most are {MAX_GROUPS}", groups.len()))
         })?;
         Ok(Self {
             process,
+            capabilities: process.capabilities().as_ref().or(container.capabilities().as_ref()),
             arguments: strings(process.args().as_deref().unwrap_or_default())?,
             environment: strings(process.env().as_deref().unwrap_or_default())?,
             groups,
             filter: seccomp::filter(linux)?,
+            oom_score: oom_score(process)?,
+            personality,
         })
     }
 
@@ -110,7 +137,8 @@ impl<'a> ProcessMessage<'a> {
             soft: limit.soft(),
             hard: limit.hard(),
         });
-        let capabilities = self.process.capabilities().as_ref().map(|all| Sets {
+        // As with runc, one without a list has none.
+        let capabilities = self.capabilities.map_or_else(Sets::default, |all| Sets {
             bounding: bits(all.bounding().as_ref()),
             effective: bits(all.effective().as_ref()),
             permitted: bits(all.permitted().as_ref()),
@@ -119,8 +147,10 @@ impl<'a> ProcessMessage<'a> {
         });
         Ok(ContainerProcess {
             command,
-            capabilities,
+            capabilities: Some(capabilities),
             limits: limits.collect(),
+            oom_score: self.oom_score,
+            personality: self.personality,
             no_new_privileges: self.process.no_new_privileges().unwrap_or_default(),
             umask: user.umask(),
             filter: self.filter.clone(),
@@ -158,7 +188,7 @@ impl<'a> ContainerMessage<'a> {
         Ok(Self {
             state,
             bundle,
-            process: ProcessMessage::new(&bundle.process, linux)?,
+            process: ProcessMessage::new(&bundle.process, &bundle.process, linux)?,
             root: guest(mounts::root_of(id)),
             sources: sources.collect(),
             masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
@@ -178,8 +208,11 @@ impl<'a> ContainerMessage<'a> {
             place: bytes(&mount.place),
             flags: mount.flags,
             data: &mount.data,
+            copies: mount.copies,
         });
         let parameters = linux.sysctl().iter().flatten();
+        let parameters = parameters.map(|(name, value)| (&**name, &**value));
+        let domain = self.bundle.domain.as_deref().map(|domain| (DOMAIN, domain));
         let limits = linux.resources().as_ref().map(|all| StatedLimits::new(all).guest());
         Ok(Container {
             name: &self.state.id,
@@ -193,7 +226,7 @@ impl<'a> ContainerMessage<'a> {
             masked: list(&self.masked)?,
             read_only_paths: list(&self.read_only)?,
             limits: limits.unwrap_or_default(),
-            parameters: parameters.map(|(name, value)| (&**name, &**value)).collect(),
+            parameters: parameters.chain(domain).collect(),
             process: self.process.message(terminal)?,
         })
     }
@@ -213,6 +246,13 @@ fn device(device: &LinuxDevice) -> Device<'_> {
         user: device.uid().unwrap_or_default(),
         group: device.gid().unwrap_or_default(),
     }
+}
+
+fn oom_score(process: &Process) -> Result<Option<i16>, Failure> {
+    let Some(score) = process.oom_score_adj() else { return Ok(None) };
+    let valid = i16::try_from(score).ok().filter(|score| (-1000..=1000).contains(score));
+    let wrong = || refuse(format!("process.oomScoreAdj: {score} is not from -1000 to 1000"));
+    valid.map(Some).ok_or_else(wrong)
 }
 
 fn bits(set: Option<&Capabilities>) -> u64 {
@@ -246,6 +286,48 @@ mod tests {
         assert_eq!(bits(None), 0);
         assert_eq!(PosixRlimitType::RlimitNofile as u8, 7);
         assert_eq!(PosixRlimitType::RlimitRttime as u8, 15);
+    }
+
+    #[test]
+    fn capabilities_are_those_of_the_process_or_the_container() {
+        let process = |bounding: Option<&str>| -> Process {
+            let mut process = serde_json::json!({ "user": {}, "args": ["a"], "cwd": "/" });
+            if let Some(name) = bounding {
+                process["capabilities"] = serde_json::json!({ "bounding": [name] });
+            }
+            serde_json::from_value(process).unwrap()
+        };
+        let (none, chown, kill) =
+            (process(None), process(Some("CAP_CHOWN")), process(Some("CAP_KILL")));
+        let bounding = |process: &Process, container: &Process| {
+            let message = ProcessMessage::new(process, container, &Linux::default()).unwrap();
+            message.message(None).unwrap().capabilities.unwrap().bounding
+        };
+        assert_eq!(bounding(&none, &none), 0);
+        assert_eq!(bounding(&none, &kill), 1 << 5);
+        assert_eq!(bounding(&chown, &kill), 1);
+    }
+
+    #[test]
+    fn processes_have_scores_and_domains() {
+        let message = |folder: &str, score: i32, domain: &str| {
+            let process = serde_json::json!({
+                "user": {}, "args": ["a"], "cwd": folder, "oomScoreAdj": score,
+            });
+            let linux = serde_json::json!({ "personality": { "domain": domain } });
+            let (process, linux): (Process, Linux) =
+                (serde_json::from_value(process).unwrap(), serde_json::from_value(linux).unwrap());
+            let message = ProcessMessage::new(&process, &process, &linux);
+            let message = message.map_err(|failure| crate::report::text(&failure))?;
+            let message = message.message(None).unwrap();
+            Ok::<_, String>((message.oom_score, message.personality))
+        };
+        assert_eq!(message("/", 500, "LINUX32"), Ok((Some(500), Some(8))));
+        assert_eq!(message("/", -1000, "LINUX"), Ok((Some(-1000), Some(0))));
+        assert!(message("/", 1001, "LINUX").unwrap_err().contains("1001 is not from -1000"));
+        let text = "Cwd must be an absolute path";
+        assert!(message("a", 0, "LINUX").unwrap_err().starts_with(text));
+        assert!(message("", 0, "LINUX").unwrap_err().starts_with(text));
     }
 
     #[test]

@@ -32,7 +32,7 @@ const KINDS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup"
 const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// Options of mounts as mount(8) has them: flags that they set and clear.
-const FLAGS: [(&str, MountFlags, bool); 20] = [
+const FLAGS: [(&str, MountFlags, bool); 24] = [
     ("ro", MountFlags::RDONLY, true),
     ("rw", MountFlags::RDONLY, false),
     ("nosuid", MountFlags::NOSUID, true),
@@ -52,21 +52,47 @@ const FLAGS: [(&str, MountFlags, bool); 20] = [
     ("sync", MountFlags::SYNCHRONOUS, true),
     ("async", MountFlags::SYNCHRONOUS, false),
     ("dirsync", MountFlags::DIRSYNC, true),
+    ("lazytime", MountFlags::LAZYTIME, true),
+    ("nolazytime", MountFlags::LAZYTIME, false),
+    ("nosymfollow", MountFlags::NOSYMFOLLOW, true),
+    ("symfollow", MountFlags::NOSYMFOLLOW, false),
     ("defaults", MountFlags::empty(), true),
 ];
-/// Options without effect in a VM: its mounts do not propagate to the host, and the host's do.
-const IGNORED: [&str; 10] = [
+/// Those of [`FLAGS`] that an option with `r` before its name sets for the file systems below, too.
+/// A guest sees the host's file systems at and below a path as one.
+const RECURSIVE: MountFlags = MountFlags::RDONLY
+    .union(MountFlags::NOSUID)
+    .union(MountFlags::NODEV)
+    .union(MountFlags::NOEXEC)
+    .union(MountFlags::NOATIME)
+    .union(MountFlags::NODIRATIME)
+    .union(MountFlags::RELATIME)
+    .union(MountFlags::STRICTATIME)
+    .union(MountFlags::NOSYMFOLLOW);
+/// Options without effect in a VM: its mounts do not propagate to the host, and the host's do;
+/// those of no file system that a guest has.
+const IGNORED: [&str; 18] = [
     "private",
     "rprivate",
     "slave",
     "rslave",
     "unbindable",
     "runbindable",
-    "tmpcopyup",
     "z",
     "Z",
     "newinstance",
+    "remount",
+    "silent",
+    "loud",
+    "acl",
+    "noacl",
+    "iversion",
+    "noiversion",
+    "mand",
+    "nomand",
 ];
+/// Option of a file system in memory: it begins with a copy of the folder below it.
+const COPY_UP: &str = "tmpcopyup";
 
 /// File system of a container.
 #[derive(Debug, PartialEq, Eq)]
@@ -80,6 +106,8 @@ pub struct MountPlan {
     pub flags: u32,
     /// Options of the file system, separated by commas.
     pub data: String,
+    /// It begins with a copy of the folder below it.
+    pub copies: bool,
     /// A bind mount with the file systems below it.
     is_recursive: bool,
 }
@@ -95,17 +123,23 @@ impl MountPlan {
         let mut flags = MountFlags::empty();
         let mut data = Vec::new();
         let mut bind = None;
+        let mut copies = false;
         for option in mount.options().iter().flatten().map(String::as_str) {
-            if let Some((_, flag, is_set)) = FLAGS.iter().find(|(name, ..)| *name == option) {
-                flags.set(*flag, *is_set);
+            if let Some((flag, is_set)) = flag(option) {
+                flags.set(flag, is_set);
                 continue;
             }
             match option {
+                COPY_UP => copies = true,
                 "bind" => bind = Some(false),
                 "rbind" => bind = Some(true),
                 "shared" | "rshared" => {
                     let text = format!("mount {shown}: a VM cannot propagate mounts to the host");
                     return Err(refuse(text));
+                }
+                // Without it the owners of files would be wrong.
+                "idmap" | "ridmap" => {
+                    return Err(refuse(format!("mount {shown}: a VM cannot map the IDs of users")));
                 }
                 option if IGNORED.contains(&option) => {}
                 option => data.push(option),
@@ -125,12 +159,14 @@ impl MountPlan {
                 flags: flags.bits(),
                 // Bind mounts have no options of their file systems.
                 data: String::new(),
+                copies: false,
                 is_recursive,
             },
             None => {
                 let kind = kind.to_owned();
                 let data = data.join(",");
-                Self { kind, source, place, flags: flags.bits(), data, is_recursive: false }
+                let copies = copies && kind == "tmpfs";
+                Self { kind, source, place, flags: flags.bits(), data, copies, is_recursive: false }
             }
         })
     }
@@ -139,6 +175,16 @@ impl MountPlan {
     pub fn is_bind(&self) -> bool {
         self.kind.is_empty()
     }
+}
+
+/// Returns the flag of an option and whether it is set; `None`: the option is another one.
+fn flag(option: &str) -> Option<(MountFlags, bool)> {
+    let find = |name: &str| FLAGS.iter().find(|(known, ..)| *known == name);
+    let found = find(option).or_else(|| {
+        let below = find(option.strip_prefix('r')?);
+        below.filter(|(_, flag, _)| !flag.is_empty() && RECURSIVE.contains(*flag))
+    });
+    found.map(|&(_, flag, is_set)| (flag, is_set))
 }
 
 /// Returns the shared directory of a VM.
@@ -288,10 +334,42 @@ mod tests {
     }
 
     #[test]
+    fn flags_of_the_file_systems_below_are_those_of_the_mount() {
+        let options = |text: &str| {
+            let text = format!(
+                r#"{{"destination": "/v", "type": "bind", "source": "/v", "options": [{text}]}}"#
+            );
+            plan(&text).unwrap().flags
+        };
+        assert_eq!(options(r#""rbind", "rro""#), MountFlags::RDONLY.bits());
+        assert_eq!(options(r#""ro", "rrw""#), 0);
+        let all = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        assert_eq!(options(r#""rnosuid", "rnodev", "rnoexec""#), all.bits());
+        assert_eq!(options(r#""rrelatime""#), MountFlags::RELATIME.bits());
+        assert_eq!(options(r#""nosymfollow", "lazytime", "iversion""#), (1 << 8) | (1 << 25));
+        assert_eq!((flag("rdefaults"), flag("rsync"), flag("r")), (None, None, None));
+    }
+
+    #[test]
+    fn file_systems_in_memory_begin_with_a_copy_on_demand() {
+        let copies = |kind: &str| {
+            let text = format!(
+                r#"{{"destination": "/v", "type": "{kind}", "source": "/v", "options": ["tmpcopyup"]}}"#
+            );
+            let plan = plan(&text).unwrap();
+            assert_eq!(plan.data, "");
+            plan.copies
+        };
+        assert!(copies("tmpfs") && !copies("bind") && !copies("proc"));
+    }
+
+    #[test]
     fn mounts_that_a_vm_cannot_have_are_refused() {
         let shared =
             plan(r#"{"destination": "/a", "source": "/a", "options": ["bind", "rshared"]}"#);
         assert_eq!(shared, Err("mount /a: a VM cannot propagate mounts to the host".to_owned()));
+        let mapped = plan(r#"{"destination": "/a", "source": "/a", "options": ["bind", "idmap"]}"#);
+        assert_eq!(mapped, Err("mount /a: a VM cannot map the IDs of users".to_owned()));
         let nfs = plan(r#"{"destination": "/a", "type": "nfs", "source": "host:/a"}"#);
         assert_eq!(nfs, Err("mount /a: a VM has no file system of type \"nfs\"".to_owned()));
     }

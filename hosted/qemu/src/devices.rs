@@ -271,8 +271,9 @@ impl Devices {
         let driver = params.require("driver")?;
         let id = params.take("id");
         reserve(&mut self.ids, params.what(), id.as_ref())?;
-        // Names of the transport.
+        // Names of the transport; that of `microvm` is MMIO.
         let name = driver.trim_end_matches("-non-transitional").trim_end_matches("-pci");
+        let name = name.trim_end_matches("-device");
         let name = if name.starts_with("virtio") { name } else { driver.as_str() };
         match name {
             "virtio-blk" => {

@@ -24,6 +24,10 @@ use Treatment::{Flag, IgnoredFlag, IgnoredValue, Refused, Value};
 
 /// Reason: no BIOS.
 const FIRMWARE: &str = "VMs have no firmware: use -kernel";
+/// Reason: no disks but those of virtio.
+const DISKS: &str = "VMs have virtio disks only: use -drive file=FILE,if=virtio";
+/// Reason: another way to a debugger.
+const DEBUGGER: &str = "use `parador run --gdb`";
 /// Reason: no monitor.
 const MONITOR: &str = "VMs have no QEMU monitor: `parador run --api-socket` controls one";
 /// Reason: no graphics.
@@ -36,6 +40,7 @@ const OPTIONS: &[(&str, Treatment)] = &[
     ("append", Value),
     ("bios", Refused(FIRMWARE)),
     ("boot", IgnoredValue),
+    ("cdrom", Refused(DISKS)),
     ("chardev", Value),
     ("cpu", Value),
     ("curses", Refused(GRAPHICS)),
@@ -44,9 +49,16 @@ const OPTIONS: &[(&str, Treatment)] = &[
     ("drive", Value),
     ("echr", IgnoredValue),
     ("enable-kvm", Flag),
+    ("fda", Refused(DISKS)),
+    ("fdb", Refused(DISKS)),
     ("fsdev", Value),
+    ("gdb", Refused(DEBUGGER)),
     ("global", IgnoredValue),
     ("h", Flag),
+    ("hda", Refused(DISKS)),
+    ("hdb", Refused(DISKS)),
+    ("hdc", Refused(DISKS)),
+    ("hdd", Refused(DISKS)),
     ("help", Flag),
     ("initrd", Value),
     ("kernel", Value),
@@ -73,6 +85,7 @@ const OPTIONS: &[(&str, Treatment)] = &[
     ("qmp", Refused(MONITOR)),
     ("qmp-pretty", Refused(MONITOR)),
     ("rtc", IgnoredValue),
+    ("s", Refused(DEBUGGER)),
     ("sandbox", IgnoredValue),
     ("serial", Value),
     ("smp", Value),
@@ -180,6 +193,10 @@ mod tests {
             (&["-bios", "x"], 69, "no firmware"),
             (&["-pflash", "x"], 69, "no firmware"),
             (&["-qmp", "stdio"], 69, "no QEMU monitor"),
+            (&["-hda", "x"], 69, "-drive file=FILE,if=virtio"),
+            (&["-cdrom", "x"], 69, "-drive file=FILE,if=virtio"),
+            (&["-gdb", "tcp::1234"], 69, "parador run --gdb"),
+            (&["-s", "-S"], 69, "parador run --gdb"),
             (&["-snapshot"], 69, "overlay=on"),
             (&["-vnc", ":1"], 69, "no graphics"),
         ] {

@@ -19,17 +19,24 @@ const GRAPHICS: &str = "VMs have no graphics: use -display none or -nographic";
 /// Parameters of `-machine` without effect.
 const MACHINE_IGNORED: &[&str] = &[
     "acpi",
+    "auto-kernel-cmdline",
     "dump-guest-core",
     "graphics",
     "hpet",
     "i8042",
+    "ioapic2",
+    "isa-serial",
     "kernel-irqchip",
     "kernel_irqchip",
     "mem-merge",
+    "pcie",
+    "pic",
     "pit",
+    "rtc",
     "smm",
     "usb",
     "vmport",
+    "x-option-roms",
 ];
 /// Parameters of `-accel` without effect.
 const ACCEL_IGNORED: &[&str] = &["kernel-irqchip", "one-insn-per-tb", "tb-size", "thread"];

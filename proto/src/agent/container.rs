@@ -115,6 +115,8 @@ pub struct ContainerMount<'a> {
     pub flags: u32,
     /// Options of the file system.
     pub data: &'a str,
+    /// A file system in memory that begins with a copy of the folder below it.
+    pub copies: bool,
 }
 
 /// Device node.
@@ -144,6 +146,11 @@ pub struct ContainerProcess<'a> {
     pub capabilities: Option<Capabilities>,
     /// Resource limits.
     pub limits: Vec<ResourceLimit>,
+    /// Adjustment of its score for the OOM killer, from -1000 to 1000 (proc(5)); `None`: that of
+    /// the agent.
+    pub oom_score: Option<i16>,
+    /// Execution domain (personality(2)); `None`: that of Linux.
+    pub personality: Option<u32>,
     /// It cannot gain privileges by `execve` (`PR_SET_NO_NEW_PRIVS`).
     pub no_new_privileges: bool,
     /// File mode creation mask.

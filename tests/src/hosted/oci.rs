@@ -2,6 +2,7 @@
 //! installed.
 
 mod cluster;
+pub mod configurations;
 pub mod containerd;
 mod cost;
 pub mod hostile;
@@ -550,8 +551,11 @@ fn killed_at(engine: &Engine, name: &str, (step, victim): (Step, Victim)) -> Res
 
 /// Returns the first child of a process.
 fn child_of(process: &str) -> Result<String> {
-    let path = format!("/proc/{process}/task/{process}/children");
-    let children = fs::read_to_string(&path).context(path)?;
-    let child = children.split_whitespace().next().context("it has no child")?;
-    Ok(child.to_owned())
+    let threads = fs::read_dir(format!("/proc/{process}/task")).context("no such process")?;
+    // A thread other than the first one has started the VM.
+    let mut children = threads.flatten().filter_map(|thread| {
+        let children = fs::read_to_string(thread.path().join("children")).ok()?;
+        children.split_whitespace().next().map(str::to_owned)
+    });
+    children.next().context("it has no child")
 }

@@ -153,6 +153,19 @@ fn debvm() {
 }
 
 #[test]
+fn microvm() {
+    // QEMU's own example (docs/system/i386/microvm.rst there).
+    let line = "-M|microvm,x-option-roms=off,pit=off,pic=off,isa-serial=off,rtc=off|-m|512m|-smp|2|\
+        -kernel|k|-nodefaults|-no-user-config|-nographic|-chardev|stdio,id=virtiocon0|\
+        -device|virtio-serial-device|-device|virtconsole,chardev=virtiocon0|\
+        -drive|id=test,file=test.img,format=raw,if=none|-device|virtio-blk-device,drive=test|\
+        -netdev|tap,id=tap0,ifname=t0,script=no,downscript=no|-device|virtio-net-device,netdev=tap0";
+    let config = config(&line.split('|').collect::<Vec<_>>());
+    assert_eq!(config.vm.console.as_ref().unwrap().target, Some(Target::Stdio));
+    assert_eq!((config.disk.len(), config.net.len()), (1, 1));
+}
+
+#[test]
 fn disks_follow_the_devices() {
     let config = config(&[
         "-kernel",

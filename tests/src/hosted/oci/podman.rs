@@ -207,12 +207,33 @@ fn detached(podman: &Podman) -> Result<()> {
         if code == "3\n" {
             let ended = podman.call(&["exec", "d", "sh", "-c", "id -u; exit 42"], "")?;
             ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
+            let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
+            podman.succeed(&["exec", "-t", "d", "sh", "-c", script], Some("terminal\r\n"))?;
+            copied(podman)?;
         }
         podman.succeed(end, None)?;
         podman.succeed(&["wait", "d"], Some(code))?;
         podman.succeed(&["inspect", "-f", "{{.State.ExitCode}}", "d"], Some(code))?;
         podman.succeed(&["rm", "d"], None)?;
     }
+    Ok(())
+}
+
+/// `podman cp` into a running container and out of it, which enters the carrier's mount namespace.
+fn copied(podman: &Podman) -> Result<()> {
+    let [from, to] = ["copied-from", "copied-to"].map(|name| podman.home.join(name));
+    fs::write(&from, PAGE).context("cannot write")?;
+    if let Some(user) = &podman.user {
+        user.give(&from)?;
+    }
+    let inside = format!("/tmp/parador-copied-{}", std::process::id());
+    let target = format!("d:{inside}");
+    podman.succeed(&["cp", &from.to_string_lossy(), &target], None)?;
+    ensure!(!Path::new(&inside).exists(), "podman cp has written to the host");
+    podman.succeed(&["exec", "d", "cat", &inside], Some(PAGE))?;
+    podman.succeed(&["cp", &target, &to.to_string_lossy()], None)?;
+    let back = fs::read_to_string(&to).context("no copy")?;
+    ensure!(back == PAGE, "{back}");
     Ok(())
 }
 
