@@ -130,6 +130,19 @@ pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
     })
 }
 
+/// Syndrome of a data abort by this access.
+pub const fn describe(access: MemoryAccess) -> u64 {
+    let MemoryAccess { size, general, is_signed, is_wide, is_write } = access;
+    class::DATA_ABORT << CLASS_SHIFT
+        | 1 << LENGTH_SHIFT
+        | DESCRIBED
+        | (size.trailing_zeros() as u64) << 22
+        | (is_signed as u64) << 21
+        | (general as u64 & 31) << 16
+        | (is_wide as u64) << 15
+        | (is_write as u64) << 6
+}
+
 /// Returns whether the status of an abort is a permission fault, at any level.
 pub const fn is_permission_fault(syndrome: u64) -> bool {
     syndrome & 0x3c == 0x0c
@@ -170,5 +183,6 @@ mod tests {
             MemoryAccess { size: 1, general: 3, is_signed: true, is_wide: true, is_write: false };
         assert_eq!(memory_access(0x9323_8006), Some(load));
         assert_eq!(memory_access(0x9200_0006), None);
+        assert_eq!([store, load].map(describe), [0x9384_0040, 0x9323_8000]);
     }
 }

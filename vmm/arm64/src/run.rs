@@ -191,8 +191,7 @@ impl VcpuLoop {
         Ok(())
     }
 
-    /// Access to a device.
-    #[inline(always)]
+    /// Access to a device, or two by one instruction ([`undescribed`]).
     fn access<V: Arm64Vcpu, P: Arm64Platform>(
         &self,
         fault: MemoryFault,
@@ -200,35 +199,30 @@ impl VcpuLoop {
         vcpu: &mut V,
         bus: &mut P,
     ) {
-        let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
-        let is_device = bus.has_device(fault.gpa);
-        let Some(access) = described.filter(|_| is_device) else {
-            return self.other_access((fault, is_device), syndrome, vcpu, bus);
-        };
-        if access.is_write {
-            let value = read_general(vcpu, access.general);
-            bus.mmio_write(self.index, fault.gpa, access.size, value);
-        } else {
-            let value = bus.mmio_read(self.index, fault.gpa, access.size);
-            write_general(vcpu, access.general, extend(access, value));
-        }
-        skip(vcpu);
-    }
-
-    /// Access that no syndrome describes, or to no device.
-    #[cold]
-    #[inline(never)]
-    fn other_access<V: Arm64Vcpu, P: Arm64Platform>(
-        &self,
-        (fault, is_device): (MemoryFault, bool),
-        syndrome: u64,
-        vcpu: &mut V,
-        bus: &mut P,
-    ) {
-        let is_done = is_device && undescribed::access(self.index, fault, syndrome, (vcpu, bus));
-        if !is_done {
-            bus.unknown(Unknown::Instruction(fault.gpa));
-            external_abort(vcpu, fault.fetch);
+        let (mut next, mut last) = ((fault, syndrome), None);
+        // One place accesses devices, so that it is part of the path of exits.
+        loop {
+            let (fault, syndrome) = next;
+            let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
+            let is_device = bus.has_device(fault.gpa);
+            let Some(access) = described.filter(|_| is_device) else {
+                let parts = if is_device { undescribed::parts(next, vcpu, bus) } else { None };
+                let Some(parts) = parts else { return abort(fault, vcpu, bus) };
+                (next, last) = parts;
+                continue;
+            };
+            if access.is_write {
+                let value = read_general(vcpu, access.general);
+                bus.mmio_write(self.index, fault.gpa, access.size, value);
+            } else {
+                let value = bus.mmio_read(self.index, fault.gpa, access.size);
+                write_general(vcpu, access.general, extend(access, value));
+            }
+            skip(vcpu);
+            match last.take() {
+                Some(described) => next = described,
+                None => return,
+            }
         }
     }
 
@@ -260,6 +254,13 @@ impl VcpuLoop {
         }
         skip(vcpu);
     }
+}
+
+/// Ends an access that the board does not carry out.
+#[cold]
+fn abort<V: Arm64Vcpu, P: Arm64Platform>(fault: MemoryFault, vcpu: &mut V, bus: &mut P) {
+    bus.unknown(Unknown::Instruction(fault.gpa));
+    external_abort(vcpu, fault.fetch);
 }
 
 fn skip(vcpu: &mut impl Arm64Vcpu) {

@@ -470,8 +470,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         self.virt.fixed.start_unix
     }
 
-    // The run loop calls it in two places, of which one is the path of exits.
-    #[inline(always)]
     fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
         let Some((chip, offset)) = chip_at(address) else {
             return self.read_slot(address, size);
@@ -493,8 +491,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         value
     }
 
-    // As for reads.
-    #[inline(always)]
     fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
         let Some((chip, offset)) = chip_at(address) else {
             return self.write_slot(address, size, value);

@@ -166,7 +166,7 @@ impl Arm64Platform for ScriptBus {
         self.end = Some(outcome);
     }
     fn has_device(&self, address: u64) -> bool {
-        address == DEVICE
+        (DEVICE..DEVICE + 0x1000).contains(&address)
     }
     fn stolen_time_record(&self, cpu: usize) -> Option<u64> {
         Some(64 * cpu as u64 + 0x100).filter(|_| !self.has_no_record)

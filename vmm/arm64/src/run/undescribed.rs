@@ -1,5 +1,6 @@
 //! Accesses to devices by instructions that their syndrome does not describe: the VMM reads the
-//! instruction from guest memory, by the guest's own tables, and carries it out.
+//! instruction from guest memory, by the guest's own tables, and replaces its access by one or two
+//! that are described.
 //!
 //! Another vCPU may change instruction and tables meanwhile. So the access must have the direction
 //! and the place in its page that the fault has.
@@ -8,7 +9,7 @@ use hw_arm64::esr::{self, MemoryAccess};
 use hw_arm64::load_store::{LoadStore, decode};
 use vmm_vcpu::MemoryFault;
 
-use super::{extend, read_general, skip, write_general};
+use super::INSTRUCTION;
 use crate::platform::Arm64Platform;
 use crate::stage1::Stage1;
 use crate::vcpu::{Arm64Vcpu, System};
@@ -16,46 +17,50 @@ use crate::vcpu::{Arm64Vcpu, System};
 /// Mask of the offset in a page.
 const OFFSET: u64 = 0xfff;
 
-/// Carries out the instruction of vCPU `cpu` that has accessed a device. Returns `false` if it is
-/// none of those, or accesses more than one page; nothing has happened then.
+/// A fault, and the syndrome that describes its access.
+pub type Described = (MemoryFault, u64);
+
+/// Returns the described accesses of the instruction that has accessed a device, and changes its
+/// address register. After each of them the caller skips an instruction, so the program counter is
+/// set back for the second. `None`: the instruction is none of those, or accesses more than one
+/// page; nothing has changed then.
 #[cold]
-pub fn access<V: Arm64Vcpu, P: Arm64Platform>(
-    cpu: usize,
-    fault: MemoryFault,
-    syndrome: u64,
-    (vcpu, bus): (&mut V, &mut P),
-) -> bool {
+#[inline(never)]
+pub fn parts<V: Arm64Vcpu, P: Arm64Platform>(
+    (fault, syndrome): Described,
+    vcpu: &mut V,
+    bus: &P,
+) -> Option<(Described, Option<Described>)> {
     let is_cache_maintenance = syndrome & esr::CACHE_MAINTENANCE != 0;
     if esr::is_described(syndrome) || is_cache_maintenance || fault.fetch || fault.walk {
-        return false;
+        return None;
     }
-    let Some(instruction) = fetch(vcpu, bus).and_then(decode) else { return false };
-    let LoadStore { size, registers, base, offset, change, .. } = instruction;
+    let instruction = decode(fetch(vcpu, bus)?)?;
+    let LoadStore { size, registers: [first, second], base, offset, change, .. } = instruction;
+    let (first, size) = (first?, u64::from(size));
     let address = vcpu.general(base).wrapping_add_signed(offset);
-    let length = registers.iter().flatten().count() as u64 * u64::from(size);
+    let length = if second.is_some() { 2 * size } else { size };
     let is_same = address & OFFSET == fault.gpa & OFFSET
         && (address & OFFSET) + length <= OFFSET + 1
         && instruction.is_write == fault.write;
     if !is_same {
-        return false;
+        return None;
     }
     let changed = vcpu.general(base).wrapping_add_signed(change);
-    for (register, at) in registers.into_iter().flatten().zip((fault.gpa..).step_by(size.into())) {
-        if instruction.is_write {
-            let value = read_general(vcpu, register);
-            bus.mmio_write(cpu, at, size, value);
-        } else {
-            let value = bus.mmio_read(cpu, at, size);
-            let LoadStore { is_signed, is_wide, is_write, .. } = instruction;
-            let access = MemoryAccess { size, general: register, is_signed, is_wide, is_write };
-            write_general(vcpu, register, extend(access, value));
-        }
-    }
     if change != 0 {
+        // No register of the access is the address register then.
         vcpu.set_general(base, changed);
     }
-    skip(vcpu);
-    true
+    if second.is_some() {
+        let before = vcpu.pc().wrapping_sub(INSTRUCTION);
+        vcpu.set_pc(before);
+    }
+    let part = |general, gpa| {
+        let LoadStore { size, is_signed, is_wide, is_write, .. } = instruction;
+        let access = MemoryAccess { size, general, is_signed, is_wide, is_write };
+        (MemoryFault { gpa, ..fault }, esr::describe(access))
+    };
+    Some((part(first, fault.gpa), second.map(|second| part(second, fault.gpa + size))))
 }
 
 /// The instruction at the program counter, if it is in guest memory.
