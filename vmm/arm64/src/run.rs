@@ -14,6 +14,7 @@ use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
 use crate::stolen_time::StolenTimeRecord;
 use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit};
+use undescribed::Described;
 
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
@@ -44,6 +45,8 @@ pub struct VcpuLoop {
     /// The next interrupts are still to be put into the CPU's interface.
     has_virqs: bool,
     stolen_time: StolenTimeRecord,
+    /// Accesses to devices that an instruction has yet to make ([`undescribed`]).
+    parts: [Option<Described>; 2],
     /// Exits by reason ([`EXIT_NAMES`]).
     exits: [u64; EXIT_NAMES.len()],
 }
@@ -58,6 +61,7 @@ impl VcpuLoop {
             board_deadline: NEVER,
             has_virqs: true,
             stolen_time: StolenTimeRecord::unused(),
+            parts: [None; 2],
             exits: [0; EXIT_NAMES.len()],
         }
     }
@@ -92,7 +96,11 @@ impl VcpuLoop {
             return Err(StopReason::Idle { deadline_ticks: u64::MAX });
         }
         self.put_virqs(vcpu, bus);
-        let exit = vcpu.run();
+        // Only one place handles accesses, so that it is part of the path of exits.
+        let exit = match self.parts[0] {
+            None => vcpu.run(),
+            Some(part) => self.take_part(part),
+        };
         self.exits[exit.index()] += 1;
         self.handle(exit, vcpu, bus)
     }
@@ -191,39 +199,55 @@ impl VcpuLoop {
         Ok(())
     }
 
-    /// Access to a device, or two by one instruction ([`undescribed`]).
+    /// Access to a device.
     fn access<V: Arm64Vcpu, P: Arm64Platform>(
-        &self,
+        &mut self,
         fault: MemoryFault,
         syndrome: u64,
         vcpu: &mut V,
         bus: &mut P,
     ) {
-        let (mut next, mut last) = ((fault, syndrome), None);
-        // One place accesses devices, so that it is part of the path of exits.
-        loop {
-            let (fault, syndrome) = next;
-            let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
-            let is_device = bus.has_device(fault.gpa);
-            let Some(access) = described.filter(|_| is_device) else {
-                let parts = if is_device { undescribed::parts(next, vcpu, bus) } else { None };
-                let Some(parts) = parts else { return abort(fault, vcpu, bus) };
-                (next, last) = parts;
-                continue;
-            };
-            if access.is_write {
-                let value = read_general(vcpu, access.general);
-                bus.mmio_write(self.index, fault.gpa, access.size, value);
-            } else {
-                let value = bus.mmio_read(self.index, fault.gpa, access.size);
-                write_general(vcpu, access.general, extend(access, value));
-            }
-            skip(vcpu);
-            match last.take() {
-                Some(described) => next = described,
-                None => return,
-            }
+        let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
+        let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
+            return self.other_access(fault, syndrome, vcpu, bus);
+        };
+        if access.is_write {
+            let value = read_general(vcpu, access.general);
+            bus.mmio_write(self.index, fault.gpa, access.size, value);
+        } else {
+            let value = bus.mmio_read(self.index, fault.gpa, access.size);
+            write_general(vcpu, access.general, extend(access, value));
         }
+        skip(vcpu);
+    }
+
+    /// Access that no syndrome describes, or to no device.
+    #[cold]
+    #[inline(never)]
+    fn other_access<V: Arm64Vcpu, P: Arm64Platform>(
+        &mut self,
+        fault: MemoryFault,
+        syndrome: u64,
+        vcpu: &mut V,
+        bus: &mut P,
+    ) {
+        let is_device = bus.has_device(fault.gpa);
+        let parts = if is_device { undescribed::parts(fault, syndrome, vcpu, bus) } else { None };
+        if let Some(parts) = parts {
+            self.parts = parts;
+            return;
+        }
+        bus.unknown(Unknown::Instruction(fault.gpa));
+        external_abort(vcpu, fault.fetch);
+    }
+
+    /// Takes the next access of an instruction, as an exit that the guest has not made.
+    #[cold]
+    fn take_part(&mut self, (fault, syndrome): Described) -> Exit {
+        self.parts = [self.parts[1], None];
+        let exit = Exit::MemoryFault { fault, syndrome };
+        self.exits[exit.index()] -= 1;
+        exit
     }
 
     fn system_register<V: Arm64Vcpu, P: Arm64Platform>(
@@ -254,13 +278,6 @@ impl VcpuLoop {
         }
         skip(vcpu);
     }
-}
-
-/// Ends an access that the board does not carry out.
-#[cold]
-fn abort<V: Arm64Vcpu, P: Arm64Platform>(fault: MemoryFault, vcpu: &mut V, bus: &mut P) {
-    bus.unknown(Unknown::Instruction(fault.gpa));
-    external_abort(vcpu, fault.fetch);
 }
 
 fn skip(vcpu: &mut impl Arm64Vcpu) {

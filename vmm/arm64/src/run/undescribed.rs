@@ -24,13 +24,12 @@ pub type Described = (MemoryFault, u64);
 /// address register. After each of them the caller skips an instruction, so the program counter is
 /// set back for the second. `None`: the instruction is none of those, or accesses more than one
 /// page; nothing has changed then.
-#[cold]
-#[inline(never)]
 pub fn parts<V: Arm64Vcpu, P: Arm64Platform>(
-    (fault, syndrome): Described,
+    fault: MemoryFault,
+    syndrome: u64,
     vcpu: &mut V,
     bus: &P,
-) -> Option<(Described, Option<Described>)> {
+) -> Option<[Option<Described>; 2]> {
     let is_cache_maintenance = syndrome & esr::CACHE_MAINTENANCE != 0;
     if esr::is_described(syndrome) || is_cache_maintenance || fault.fetch || fault.walk {
         return None;
@@ -60,7 +59,7 @@ pub fn parts<V: Arm64Vcpu, P: Arm64Platform>(
         let access = MemoryAccess { size, general, is_signed, is_wide, is_write };
         (MemoryFault { gpa, ..fault }, esr::describe(access))
     };
-    Some((part(first, fault.gpa), second.map(|second| part(second, fault.gpa + size))))
+    Some([Some(part(first, fault.gpa)), second.map(|second| part(second, fault.gpa + size))])
 }
 
 /// The instruction at the program counter, if it is in guest memory.
