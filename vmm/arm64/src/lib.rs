@@ -18,4 +18,4 @@ mod vcpu;
 
 pub use platform::{Arm64Platform, Interrupts, StartRequest, Unknown};
 pub use run::VcpuLoop;
-pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq};
+pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq, Width};

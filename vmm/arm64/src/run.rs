@@ -1,5 +1,7 @@
 //! The run loop of a vCPU.
 
+mod aarch32;
+
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
 use hw_arm64::registers::spsr;
@@ -10,7 +12,7 @@ use vmm_vcpu::{Activity, Flow, MemoryFault, Outcome, StopReason};
 use crate::exception::{external_abort, undefined};
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
-use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit};
+use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Width};
 
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
@@ -34,6 +36,7 @@ const DEBUG: core::ops::Range<u32> = system_register(2, 0, 0, 0, 0)..system_regi
 /// State of a vCPU between runs.
 pub struct VcpuLoop {
     index: usize,
+    width: Width,
     activity: Activity,
     deadline: Deadline,
     /// Deadline of the board.
@@ -45,10 +48,11 @@ pub struct VcpuLoop {
 }
 
 impl VcpuLoop {
-    /// vCPU `index`, which is off.
-    pub const fn new(index: usize) -> Self {
+    /// vCPU `index` of this kind, which is off.
+    pub const fn new(index: usize, width: Width) -> Self {
         Self {
             index,
+            width,
             activity: Activity::Parked,
             deadline: Deadline::UNSET,
             board_deadline: NEVER,
@@ -98,17 +102,28 @@ impl VcpuLoop {
         if let Some(outcome) = signals.end {
             return Err(StopReason::End(outcome));
         }
-        if let Some(StartRequest { entry, argument }) = signals.interrupts.start {
-            vcpu.reset(self.index as u64);
-            vcpu.set_state(spsr::EL1_MASKED);
-            vcpu.set_pc(entry);
-            vcpu.set_general(0, argument);
-            self.activity = Activity::Running;
+        if let Some(request) = signals.interrupts.start {
+            self.start(request, vcpu);
         }
         vcpu.set_timer_virq(signals.interrupts.timer);
         self.board_deadline = signals.deadline;
         self.has_virqs = true;
         Ok(())
+    }
+
+    /// Starts the vCPU.
+    #[cold]
+    fn start(&mut self, StartRequest { entry, argument }: StartRequest, vcpu: &mut impl Arm64Vcpu) {
+        vcpu.reset(self.index as u64, self.width);
+        match self.width {
+            Width::Bits64 => {
+                vcpu.set_state(spsr::EL1_MASKED);
+                vcpu.set_pc(entry);
+                vcpu.set_general(0, argument);
+            }
+            Width::Bits32 => aarch32::start(self.index, entry, argument, vcpu),
+        }
+        self.activity = Activity::Running;
     }
 
     /// Puts interrupts into the CPU's interface while there is room.
@@ -165,6 +180,7 @@ impl VcpuLoop {
                 bus.end_virq(self.index, number);
                 Ok(())
             }
+            Exit::AArch32 { syndrome, address } => self.handle_32(syndrome, address, vcpu, bus),
             Exit::Unknown { syndrome } => {
                 bus.unknown(Unknown::Exit(syndrome));
                 undefined(vcpu);
