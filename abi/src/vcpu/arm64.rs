@@ -7,12 +7,12 @@
 //! the instruction that has caused it, except for hypercalls and [`super::exit::HALT`], where it is
 //! that of the next one.
 //!
-//! 32-bit vCPUs: a vCPU whose [`VcpuState::is_32_bit`] is not 0 is one of AArch32, where the processor has that
-//! at EL1 ([`crate::boot::FEATURE_AARCH32`]). Its registers are where the processor shows them to
-//! AArch64 (Arm ARM, D1.20): the general-purpose registers of all modes in `x`, those of CP15 in
-//! [`VcpuState::system`] under the names of the registers of EL1 that they share. The kernel has no
-//! hypercalls of its own for them. Exits whose cause is the guest are [`exit::AARCH32`], except
-//! [`super::exit::HALT`].
+//! 32-bit vCPUs: a vCPU whose [`VcpuState::is_32_bit`] is not 0 is one of AArch32, where the
+//! processor has that at EL1 ([`crate::boot::FEATURE_AARCH32`]). Its registers are where the
+//! processor shows them to AArch64 (Arm ARM, D1.20): the general-purpose registers of all modes in
+//! `x`, those of CP15 in [`VcpuState::system`] under the names of the registers of EL1 that they
+//! share. The kernel has no hypercalls of its own for them. Exits whose cause is the guest are
+//! [`exit::AARCH32`], except [`super::exit::HALT`].
 
 use super::{RunControl, SharedU64};
 

@@ -76,6 +76,9 @@ const HAS_CONDITION: u64 = 1 << 24;
 const MAY_HAVE_FAILED: u64 = 1 << 19;
 /// Condition: always.
 const ALWAYS: u64 = 14;
+/// Mask of a syndrome's class and condition after a shift by 20 bits. Its lowest five bits are the
+/// value of the condition of an instruction without one.
+pub const UNCONDITIONAL: u64 = 0x3f << 6 | HAS_CONDITION >> 20 | ALWAYS;
 
 /// ITSTATE of a processor state.
 const fn it_state(psr: u64) -> u64 {

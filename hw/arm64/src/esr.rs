@@ -124,6 +124,16 @@ pub struct MemoryAccess {
     pub is_write: bool,
 }
 
+/// General-purpose register of an access to memory, by the syndrome of its data abort.
+pub const fn transferred(syndrome: u64) -> usize {
+    (syndrome >> 16 & 31) as usize
+}
+
+/// The syndrome with another general-purpose register, below 32.
+pub const fn with_transferred(syndrome: u64, general: usize) -> u64 {
+    syndrome & !(31 << 16) | (general as u64) << 16
+}
+
 /// Decodes the syndrome of a data abort; `None`: it does not describe the instruction, which
 /// accesses several registers or changes its address register.
 pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
@@ -132,7 +142,7 @@ pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
     }
     Some(MemoryAccess {
         size: 1 << (syndrome >> 22 & 3),
-        general: (syndrome >> 16 & 31) as usize,
+        general: transferred(syndrome),
         is_signed: syndrome & 1 << 21 != 0,
         is_wide: syndrome & 1 << 15 != 0,
         is_write: syndrome & WRITE != 0,

@@ -16,6 +16,7 @@ use core::sync::atomic::Ordering;
 
 use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::arm64::{VcpuState, virq};
+use hw_arm64::aarch32;
 use hw_arm64::esr::{self, class};
 use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
 use hw_arm64::paging::entry;
@@ -123,7 +124,7 @@ global_asm!(
     "save_registers {guest_stack}",
     "mov x0, x1",
     "mov x1, #{synchronous_32}",
-    "b 4f",
+    "b 22f",
     ".endm",
     // By an interrupt of the host.
     ".macro guest_interrupt",
@@ -260,6 +261,19 @@ global_asm!(
     "save_further {guest_stack}",
     "mov x1, #{by_interrupt}",
     "b 4f",
+    // WFI of a 32-bit guest, without a condition and in no IT block (SPSR is in x4), is like that
+    // of 64-bit guests.
+    "22:",
+    "lsr x2, x0, #20",
+    "mov x3, #{unconditional}",
+    "and x2, x2, x3",
+    "cmp x2, #{unconditional_wait}",
+    "b.ne 4f",
+    "ldr x3, ={it}",
+    "tst x4, x3",
+    "b.ne 4f",
+    "mov x1, #{synchronous}",
+    "b 4f",
     "20:",
     "stp x2, x3, [sp, #16]",
     "6:",
@@ -395,6 +409,9 @@ global_asm!(
     length_shift = const esr::LENGTH_SHIFT,
     hypercall = const class::HYPERVISOR_CALL << 1 | 1,
     wait = const class::WAIT << 1 | 1,
+    unconditional = const aarch32::UNCONDITIONAL,
+    unconditional_wait = const class::WAIT << 6 | aarch32::UNCONDITIONAL & 0x1f,
+    it = const aarch32::psr::IT,
     may_wait = const cpu::MAY_WAIT,
     waited = const cpu::WAITED,
     timer_list = const cpu::TIMER_LIST,

@@ -1,6 +1,6 @@
 //! The run loop of a vCPU.
 
-mod aarch32;
+pub mod aarch32;
 
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
@@ -180,7 +180,7 @@ impl VcpuLoop {
                 bus.end_virq(self.index, number);
                 Ok(())
             }
-            Exit::AArch32 { syndrome, address } => self.handle_32(syndrome, address, vcpu, bus),
+            Exit::AArch32 { syndrome } => self.handle_32(syndrome, vcpu, bus),
             Exit::Unknown { syndrome } => {
                 bus.unknown(Unknown::Exit(syndrome));
                 undefined(vcpu);
@@ -209,7 +209,10 @@ impl VcpuLoop {
         let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
         let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
             bus.unknown(Unknown::Instruction(fault.gpa));
-            return external_abort(vcpu, fault.fetch);
+            return match self.width {
+                Width::Bits64 => external_abort(vcpu, fault.fetch),
+                Width::Bits32 => aarch32::abort(vcpu, fault.fetch, syndrome),
+            };
         };
         if access.is_write {
             let value = read_general(vcpu, access.general);

@@ -79,12 +79,11 @@ pub enum Exit {
         /// Number of the interrupt.
         number: u32,
     },
-    /// An instruction of a 32-bit vCPU, whose condition holds.
+    /// An instruction of a 32-bit vCPU, whose condition holds. Its aborts are
+    /// [`Exit::MemoryFault`]s by [`crate::memory_fault_of_32_bit`].
     AArch32 {
         /// Its syndrome.
         syndrome: u64,
-        /// Guest-physical address of an abort.
-        address: u64,
     },
     /// An exception of the guest that the host does not know.
     Unknown {

@@ -9,14 +9,13 @@ use kernel_core::Kernel;
 use kernel_run::exit::ReturnToUser;
 
 use super::guest_entry::GuestEntry;
-use super::{GuestCpu, count_handled, fault, features, float, return_exit, sgi, wait};
+use super::{GuestCpu, count_handled, fault, features, float, return_exit, sgi};
 use crate::Arm64;
 
 /// Handles an exit with a syndrome. Returns it to the VMM unless the kernel handles it alone.
 #[cold]
 pub fn handle(
     kernel: &Kernel<Arm64>,
-    cpu_index: usize,
     local: &GuestCpu,
     entry: GuestEntry<'_>,
     syndrome: u64,
@@ -27,9 +26,9 @@ pub fn handle(
         skip(state, syndrome);
         true
     } else if class == class::WAIT {
+        // In an IT block: it may end at any time. Any other is no exit of this kind (`entry.rs`).
         skip(state, syndrome);
-        let reason = wait::begin(kernel, cpu_index, entry)?;
-        return Some(return_exit(kernel, entry, reason, syndrome));
+        true
     } else if class == class::FLOATING_POINT {
         float::take_over(kernel, local, entry.vcpu);
         true

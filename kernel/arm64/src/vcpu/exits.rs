@@ -74,7 +74,7 @@ pub fn handle(
             return None;
         }
         (exit_kind::SYNCHRONOUS_32, _) => {
-            return aarch32::handle(kernel, cpu_index, local, entry, syndrome);
+            return aarch32::handle(kernel, local, entry, syndrome);
         }
         _ => exit::UNKNOWN,
     };

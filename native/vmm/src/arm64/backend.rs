@@ -8,7 +8,7 @@ use hw_arm64::aarch32;
 use hw_arm64::registers::sctlr;
 use native_rt::{SchedContext, SharedVcpu, Vcpu, time};
 use proto::vtlb::COUNTERS;
-use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq, Width};
+use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq, Width, memory_fault_of_32_bit};
 use vmm_bus::EntropySource;
 use vmm_vcpu::MemoryFault;
 
@@ -217,10 +217,22 @@ fn decode(state: &VcpuState, paused_ticks: u64) -> Exit {
         arm64_exit::SECURE_CALL => Exit::SecureCall,
         arm64_exit::VIRQ_ENDED => Exit::VirqEnded { number: information as u32 },
         arm64_exit::INVALID_STATE => Exit::InvalidState,
-        arm64_exit::AARCH32 => {
-            Exit::AArch32 { syndrome: information, address: run.fault_address.get() }
-        }
+        arm64_exit::AARCH32 => decode_32(state, information),
         _ => Exit::Unknown { syndrome: information },
+    }
+}
+
+/// Returns the exit of a 32-bit vCPU.
+#[cold]
+fn decode_32(state: &VcpuState, syndrome: u64) -> Exit {
+    let address = state.run.fault_address.get();
+    match memory_fault_of_32_bit(syndrome, address, state.pc.get(), state.pstate.get()) {
+        Some((exit, pc, pstate)) => {
+            state.pc.set(pc);
+            state.pstate.set(pstate);
+            exit
+        }
+        None => Exit::AArch32 { syndrome },
     }
 }
 

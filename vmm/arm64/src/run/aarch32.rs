@@ -4,12 +4,12 @@ use hw_arm64::aarch32::{self, CoprocessorAccess, SGI1R, coprocessor_register, ps
 use hw_arm64::esr::{self, class};
 use hw_arm64::gic::SoftwareInterrupt;
 use hw_arm64::psci as numbers;
-use vmm_vcpu::Flow;
+use vmm_vcpu::{Flow, MemoryFault};
 
-use super::{VcpuLoop, extend, read_general, write_general};
+use super::{INSTRUCTION, VcpuLoop, read_general, write_general};
 use crate::exception::aarch32::{external_abort, undefined};
 use crate::platform::{Arm64Platform, Unknown};
-use crate::vcpu::Arm64Vcpu;
+use crate::vcpu::{Arm64Vcpu, Exit};
 
 /// ACTLR, ACTLR2.
 const AUXILIARY: [u32; 2] = [coprocessor_register(0, 1, 0, 1), coprocessor_register(0, 1, 0, 3)];
@@ -19,6 +19,32 @@ const SET_WAY: [u32; 3] = [
     coprocessor_register(0, 7, 10, 2),
     coprocessor_register(0, 7, 14, 2),
 ];
+
+/// Exit for an abort of a 32-bit vCPU, so that accesses to devices have one path in the run loop;
+/// `None`: it is no abort. `address` is its guest-physical address. Also returns the program
+/// counter and the state that the vCPU gets: the loop skips four bytes, whatever the length of the
+/// instruction. The upper half of the exit's syndrome is the state before.
+pub fn memory_fault(syndrome: u64, address: u64, pc: u64, state: u64) -> Option<(Exit, u64, u64)> {
+    let fetch = esr::class(syndrome) == class::INSTRUCTION_ABORT;
+    if !fetch && esr::class(syndrome) != class::DATA_ABORT {
+        return None;
+    }
+    let write = !fetch && syndrome & esr::WRITE != 0;
+    let fault = MemoryFault { gpa: address, write, fetch, walk: syndrome & esr::WALK != 0 };
+    let (next, after) = aarch32::after(syndrome, pc, state);
+    let general = aarch32::general(state, esr::transferred(syndrome));
+    let syndrome = esr::with_transferred(syndrome, general) & 0xffff_ffff | state << 32;
+    Some((Exit::MemoryFault { fault, syndrome }, next.wrapping_sub(INSTRUCTION), after))
+}
+
+/// Makes the guest's kernel handle an access to nothing ([`memory_fault`]).
+#[cold]
+pub(super) fn abort(vcpu: &mut impl Arm64Vcpu, is_fetch: bool, syndrome: u64) {
+    let next = vcpu.pc().wrapping_add(INSTRUCTION);
+    vcpu.set_pc(next.wrapping_sub(esr::instruction_length(syndrome)));
+    vcpu.set_state(syndrome >> 32);
+    external_abort(vcpu, is_fetch, syndrome & esr::WRITE != 0);
+}
 
 /// Sets the registers of a vCPU that starts. The first one's are those of the protocol of Linux
 /// (Documentation/arm/booting.rst), which the loader follows; others are started by PSCI.
@@ -37,12 +63,11 @@ pub(super) fn start(index: usize, entry: u64, argument: u64, vcpu: &mut impl Arm
 }
 
 impl VcpuLoop {
-    /// Handles an exit. `address`: the guest-physical address of an abort.
+    /// Handles an exit that is no abort.
     #[cold]
     pub(super) fn handle_32<V: Arm64Vcpu, P: Arm64Platform>(
         &mut self,
         syndrome: u64,
-        address: u64,
         vcpu: &mut V,
         bus: &mut P,
     ) -> Flow {
@@ -51,9 +76,6 @@ impl VcpuLoop {
             class::SECURE_CALL_32 => {
                 skip(syndrome, vcpu);
                 return self.call_32(vcpu, bus);
-            }
-            class::DATA_ABORT | class::INSTRUCTION_ABORT => {
-                self.access_32(syndrome, address, vcpu, bus);
             }
             class::CP15_WIDE => self.wide_access(syndrome, vcpu, bus),
             class::CP15 => coprocessor(syndrome, vcpu, bus),
@@ -80,32 +102,6 @@ impl VcpuLoop {
             return Ok(());
         }
         self.call(vcpu, bus)
-    }
-
-    /// Access to a device.
-    fn access_32<V: Arm64Vcpu, P: Arm64Platform>(
-        &self,
-        syndrome: u64,
-        address: u64,
-        vcpu: &mut V,
-        bus: &mut P,
-    ) {
-        let is_fetch = esr::class(syndrome) == class::INSTRUCTION_ABORT;
-        let described =
-            esr::memory_access(syndrome).filter(|_| !is_fetch && syndrome & esr::WALK == 0);
-        let Some(access) = described.filter(|_| bus.has_device(address)) else {
-            bus.unknown(Unknown::Instruction(address));
-            return external_abort(vcpu, is_fetch, syndrome & esr::WRITE != 0);
-        };
-        let general = aarch32::general(vcpu.state(), access.general);
-        if access.is_write {
-            let value = read_general(vcpu, general);
-            bus.mmio_write(self.index, address, access.size, value);
-        } else {
-            let value = bus.mmio_read(self.index, address, access.size);
-            write_general(vcpu, general, extend(access, value) & 0xffff_ffff);
-        }
-        skip(syndrome, vcpu);
     }
 
     /// Access to a 64-bit register of coprocessor 15: SGIs that the host has not delivered.

@@ -1,6 +1,7 @@
 //! Exits of 32-bit vCPUs.
 
 use super::*;
+use crate::run::aarch32::memory_fault;
 use hw_arm64::aarch32::{psr, sctlr};
 
 /// Runs a vCPU in this state from [`PC`] on, after its start.
@@ -11,12 +12,26 @@ fn run_32(
     exits: &[(u64, u64)],
 ) -> StopReason {
     let mut vcpu_loop = VcpuLoop::new(0, Width::Bits32);
+    let general = vcpu.general;
     assert_eq!(vcpu_loop.run(vcpu, bus), STOPPED);
+    vcpu.general = general;
     assert_eq!(vcpu.width, Width::Bits32);
     vcpu.state = state;
-    let exits = exits.iter().map(|&(syndrome, address)| Exit::AArch32 { syndrome, address });
-    vcpu.exits.extend(exits);
-    vcpu_loop.run(vcpu, bus)
+    for &(syndrome, address) in exits {
+        let exit = match memory_fault(syndrome, address, vcpu.pc, vcpu.state) {
+            Some((exit, pc, state)) => {
+                (vcpu.pc, vcpu.state) = (pc, state);
+                exit
+            }
+            None => Exit::AArch32 { syndrome },
+        };
+        vcpu.exits.push_back(exit);
+        let stop = vcpu_loop.run(vcpu, bus);
+        if stop != STOPPED {
+            return stop;
+        }
+    }
+    STOPPED
 }
 
 const fn syndrome(class: u64, iss: u64) -> u64 {
