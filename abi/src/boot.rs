@@ -80,7 +80,8 @@ pub struct BootInfo {
     /// Pages of kernel memory available in root's factory at start.
     pub quota_pages: u64,
     /// Bit 0 ([`FEATURE_NESTED`]): VMs with nested paging are supported. Bit 1
-    /// ([`FEATURE_GICV2`]): the interrupt controller is a GICv2.
+    /// ([`FEATURE_GICV2`]): the interrupt controller is a GICv2. Bit 2 ([`FEATURE_AARCH32`]):
+    /// vCPUs may be 32-bit ones.
     pub features: u64,
     /// `XCR0` bits that guests may enable.
     pub xcr0_mask: u64,
@@ -99,6 +100,8 @@ pub const FEATURE_NESTED: u64 = 1;
 /// Bit of [`BootInfo::features`]: the interrupt controller, and so that of guests, is a GICv2
 /// (AArch64).
 pub const FEATURE_GICV2: u64 = 2;
+/// Bit of [`BootInfo::features`]: the first CPU has AArch32 at EL1.
+pub const FEATURE_AARCH32: u64 = 4;
 
 const _: () = assert!(core::mem::size_of::<BootInfo>() == 4096);
 

@@ -272,6 +272,8 @@ pub struct Vmm<'a> {
     pub xcr0_mask: u64,
     /// The guest's interrupt controller is a GICv2, as the machine's (AArch64).
     pub gicv2: bool,
+    /// The processor has 32-bit guests, too (AArch64).
+    pub aarch32: bool,
     /// Secret seed of the VM's random numbers; `None`: the VMM has the processor's source only.
     pub seed: Option<Seed>,
     /// Disks and network cards, in the order of their discovery by the guest.
@@ -356,6 +358,7 @@ mod tests {
                 }),
                 xcr0_mask: u64::MAX,
                 gicv2: true,
+                aarch32: true,
                 seed: Some([u8::MAX; 32]),
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),

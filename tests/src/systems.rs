@@ -1,5 +1,6 @@
 //! Systems of the native microhypervisor: every description, and what must happen in it.
 
+pub mod arm32;
 pub mod arm64;
 pub mod checks;
 pub mod consoles;
@@ -80,6 +81,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         arm64::arm64_gicv2(is_long),
         arm64::arm64_refused_devices(),
         arm64::arm64_without_vhe(is_long),
+        arm32::arm32_scenarios(is_long),
     ]
     .concat()
 }

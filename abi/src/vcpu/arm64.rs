@@ -6,12 +6,19 @@
 //! argument in `x1`; the guest's kernel is at EL1. On an exit, [`VcpuState::pc`] is the address of
 //! the instruction that has caused it, except for hypercalls and [`super::exit::HALT`], where it is
 //! that of the next one.
+//!
+//! 32-bit vCPUs: a vCPU whose [`VcpuState::is_32_bit`] is not 0 is one of AArch32, where the
+//! processor has that at EL1 ([`crate::boot::FEATURE_AARCH32`]). Its registers are where the
+//! processor shows them to AArch64 (Arm ARM, D1.20): the general-purpose registers of all modes in
+//! `x`, those of CP15 in [`VcpuState::system`] under the names of the registers of EL1 that they
+//! share. The kernel has no hypercalls of its own for them. Exits whose cause is the guest are
+//! [`exit::AARCH32`], except [`super::exit::HALT`].
 
 use super::{RunControl, SharedU64};
 
 /// State groups.
 pub mod group {
-    /// [`super::VcpuState::system`], `affinity` and `counter_offset`. Only on request.
+    /// [`super::VcpuState::system`], `affinity`, `counter_offset` and `is_32_bit`. Only on request.
     pub const SYSTEM: u64 = 1 << 0;
     /// Interrupts that the CPU's interface has, active ones included, pending SGIs and the timer's.
     /// There are no fields for them: changed together with [`SYSTEM`], they are as after a reset.
@@ -32,8 +39,13 @@ pub mod exit {
     /// The guest has ended an interrupt with [`super::virq::REPORT_END`], whose number is
     /// [`super::RunControl::exit_info`].
     pub const VIRQ_ENDED: u64 = FIRST_OF_ARCH + 2;
-    /// [`super::VcpuState::pstate`] is no state of EL0 or EL1; the guest has not been entered.
+    /// [`super::VcpuState::pstate`] is no state of EL0 or EL1, or not one of the vCPU's kind, 64 or
+    /// 32 bits; the guest has not been entered.
     pub const INVALID_STATE: u64 = FIRST_OF_ARCH + 3;
+    /// An instruction of a 32-bit vCPU, whose condition holds: an abort, whose guest-physical
+    /// address is [`super::RunControl::fault_address`], an access to a coprocessor, `HVC`, `SMC` or
+    /// another exception.
+    pub const AARCH32: u64 = FIRST_OF_ARCH + 4;
 }
 
 /// Indices into [`VcpuState::system`]: registers of EL1, by their names in the manual.
@@ -62,8 +74,17 @@ pub mod system {
     pub const CNTKCTL_EL1: usize = 20;
     pub const CNTV_CTL_EL0: usize = 21;
     pub const CNTV_CVAL_EL0: usize = 22;
+    /// The first of the registers that only 32-bit vCPUs have.
+    pub const FIRST_OF_32_BIT: usize = 23;
+    pub const SPSR_ABT: usize = 23;
+    pub const SPSR_UND: usize = 24;
+    pub const SPSR_IRQ: usize = 25;
+    pub const SPSR_FIQ: usize = 26;
+    pub const DACR32_EL2: usize = 27;
+    pub const IFSR32_EL2: usize = 28;
+    pub const FPEXC32_EL2: usize = 29;
     /// Number of registers.
-    pub const COUNT: usize = 23;
+    pub const COUNT: usize = 30;
 }
 
 /// Format of the words of [`VcpuState::virqs`], and of [`VcpuState::timer_virq`].
@@ -147,6 +168,10 @@ pub struct VcpuState {
     pub affinity: SharedU64,
     /// Subtracted from the counter that the guest reads in CNTVCT_EL0 (CNTVOFF_EL2).
     pub counter_offset: SharedU64,
+    /// Not 0: the vCPU is a 32-bit one. Belongs to [`group::SYSTEM`]. `VcpuRun` fails with
+    /// `Unsupported` where the processor has no AArch32 at EL1.
+    pub is_32_bit: SharedU64,
+    reserved: SharedU64,
 
     /// Registers of floating point and SIMD, while no CPU has them. The kernel keeps them here.
     pub vectors: [[SharedU64; 2]; 32],

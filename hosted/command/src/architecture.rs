@@ -44,13 +44,36 @@ impl Architecture {
             Self::Arm64 => "arm64",
         }
     }
+}
 
+/// Architecture of a guest's software.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GuestArchitecture {
+    /// x86-64.
+    X86,
+    /// AArch64.
+    Arm64,
+    /// AArch32, on a machine of AArch64.
+    Arm32,
+}
+
+impl From<Architecture> for GuestArchitecture {
+    fn from(machine: Architecture) -> Self {
+        match machine {
+            Architecture::X86 => Self::X86,
+            Architecture::Arm64 => Self::Arm64,
+        }
+    }
+}
+
+impl GuestArchitecture {
     /// Returns the prefix of the names of compiler and binary tools, and the architecture's name
     /// in Linux.
     pub const fn tools(self) -> (&'static str, &'static str) {
         match self {
             Self::X86 => ("", "x86"),
             Self::Arm64 => ("aarch64-linux-gnu-", "arm64"),
+            Self::Arm32 => ("arm-linux-gnueabihf-", "arm"),
         }
     }
 
@@ -59,6 +82,16 @@ impl Architecture {
         match self {
             Self::X86 => "amd64",
             Self::Arm64 => "arm64",
+            Self::Arm32 => "armhf",
+        }
+    }
+
+    /// Returns the name of Debian's package that depends on its current kernel for guests.
+    pub const fn kernel_package(self) -> &'static str {
+        match self {
+            Self::X86 => "linux-image-cloud-amd64",
+            Self::Arm64 => "linux-image-cloud-arm64",
+            Self::Arm32 => "linux-image-armmp",
         }
     }
 }

@@ -5,7 +5,7 @@
 
 mod apt;
 
-use crate::architecture::Architecture;
+use crate::architecture::GuestArchitecture;
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
@@ -18,8 +18,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use tempfile::TempDir;
 
-/// Metapackage that depends on the current cloud kernel, without the architecture.
-const KERNEL_PACKAGE: &str = "linux-image-cloud";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
 /// Drivers for guest devices in load order: panic device, virtio, power button. Debian's kernel has
@@ -51,12 +49,12 @@ const KEPT: u32 = 6;
 
 /// Returns whether guests of an architecture have a device for this module: virtio is on PCI with
 /// x86 and on MMIO with AArch64, and so is what stands for the power button.
-fn is_for(architecture: Architecture, module: &str) -> bool {
-    let is_arm64 = architecture == Architecture::Arm64;
+fn is_for(architecture: GuestArchitecture, module: &str) -> bool {
+    let is_arm = architecture != GuestArchitecture::X86;
     match module {
-        "virtio_mmio.ko" | "virtio_input.ko" => is_arm64,
-        "button.ko" => !is_arm64,
-        name => !is_arm64 || !name.starts_with("pvpanic") && !name.starts_with("virtio_pci"),
+        "virtio_mmio.ko" | "virtio_input.ko" => is_arm,
+        "button.ko" => !is_arm,
+        name => !is_arm || !name.starts_with("pvpanic") && !name.starts_with("virtio_pci"),
     }
 }
 
@@ -66,8 +64,8 @@ pub struct Fetched {
     pub folder: PathBuf,
     /// Package and version, for messages.
     pub title: String,
-    /// Architecture of the package.
-    pub architecture: Architecture,
+    /// GuestArchitecture of the package.
+    pub architecture: GuestArchitecture,
     package: Package,
 }
 
@@ -118,10 +116,10 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
     let package =
         |name: &String, version: &String| Package { name: name.clone(), version: version.clone() };
     // The tools run here: they are the host's, of any later version.
-    let host_apt = Apt::new(Architecture::X86, step)?;
+    let host_apt = Apt::new(GuestArchitecture::X86, step)?;
     let tools = match kernel.architecture {
-        Architecture::X86 => package(&tools, version),
-        Architecture::Arm64 => {
+        GuestArchitecture::X86 => package(&tools, version),
+        GuestArchitecture::Arm64 | GuestArchitecture::Arm32 => {
             let version = host_apt.show(&tools)?.field("Version").unwrap_or_default().to_owned();
             package(&tools, &version)
         }
@@ -140,16 +138,16 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
     Ok(Headers { headers, common })
 }
 
-/// Returns Debian's current cloud kernel.
+/// Returns Debian's current kernel for guests: the cloud kernel, or `armmp` for AArch32.
 pub fn debian_kernel(
-    architecture: Architecture,
+    architecture: GuestArchitecture,
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<Fetched, Failure> {
     step.now("querying apt");
     let apt = Apt::new(architecture, step)?;
-    let name = format!("{KERNEL_PACKAGE}-{}", architecture.debian());
-    let meta = apt.show(&name)?;
+    let name = architecture.kernel_package();
+    let meta = apt.show(name)?;
     let image = meta.field("Depends").and_then(|depends| {
         let mut packages = depends.split([',', '|']).map(str::trim);
         packages.find(|package| package.starts_with("linux-image-"))
@@ -168,7 +166,7 @@ pub fn debian_kernel(
 /// Returns Debian's archive of the Linux source.
 pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBuf, Failure> {
     step.now("querying apt");
-    let apt = Apt::new(Architecture::X86, step)?;
+    let apt = Apt::new(GuestArchitecture::X86, step)?;
     let version = apt.show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
     let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
@@ -178,12 +176,12 @@ pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBu
 
 /// Returns a static busybox: the installed one, else the one from its package.
 pub fn busybox(
-    architecture: Architecture,
+    architecture: GuestArchitecture,
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<(PathBuf, String), Failure> {
     let installed = Path::new(INSTALLED_BUSYBOX);
-    if architecture == Architecture::X86
+    if architecture == GuestArchitecture::X86
         && fs::read(installed).is_ok_and(|bytes| is_static_program(&bytes))
     {
         return Ok((installed.to_owned(), format!("installed {INSTALLED_BUSYBOX}")));
@@ -349,9 +347,10 @@ mod tests {
         let of = |architecture| {
             MODULES.into_iter().filter(|name| is_for(architecture, name)).collect::<Vec<_>>()
         };
-        let (x86, arm64) = (of(Architecture::X86), of(Architecture::Arm64));
+        let (x86, arm64) = (of(GuestArchitecture::X86), of(GuestArchitecture::Arm64));
         assert!(x86.contains(&"virtio_pci.ko") && !x86.contains(&"virtio_mmio.ko"));
         assert!(arm64.contains(&"virtio_mmio.ko") && !arm64.contains(&"virtio_pci.ko"));
+        assert_eq!(arm64, of(GuestArchitecture::Arm32));
         assert!([x86, arm64].iter().all(|names| names.contains(&"virtio_blk.ko")));
     }
 

@@ -430,7 +430,7 @@ fn initrd(path: Option<&Path>, named: &Named, memory: u64) -> Result<Option<Vec<
 fn busybox() -> Result<Vec<u8>, Failure> {
     let interruptible = Interruptible::new()?;
     let (busybox, _) = Steps::stderr().run("RAM disk", |step| {
-        let (path, title) = fetch::busybox(Architecture::X86, step, &interruptible)?;
+        let (path, title) = fetch::busybox(Architecture::X86.into(), step, &interruptible)?;
         Ok(((path, ()), title))
     })?;
     initramfs::busybox(Architecture::X86, &busybox, &[], &[])

@@ -184,7 +184,7 @@ pub struct Vm {
     pub cpus: Option<Spanned<Cpus>>,
     /// Guest memory.
     pub memory: Spanned<Size>,
-    /// `debian`, `micro:` and the name of a micro-guest, or a file.
+    /// `debian`, `debian-armmp`, `micro:` and the name of a micro-guest, or a file.
     pub kernel: Spanned<String>,
     /// `busybox` or a file.
     pub initrd: Option<Spanned<String>>,

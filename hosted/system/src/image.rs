@@ -6,9 +6,9 @@
 use crate::boot_files::read_kernel;
 use crate::guest;
 use crate::initramfs;
-use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
+use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
 use abi::bundle;
-use hosted_command::architecture::Architecture;
+use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
@@ -143,54 +143,31 @@ fn boot_files(
     steps: &Steps,
     interruptible: &Interruptible,
 ) -> Result<Vec<VmFiles>, Failure> {
-    let architecture = resolved.board.architecture();
-    let needs_debian = resolved.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
-    let debian: Option<Fetched> = if needs_debian {
-        Some(steps.run("Debian kernel", |step| {
-            let fetched = fetch::debian_kernel(architecture, step, interruptible)?;
-            let title = fetched.title.clone();
-            Ok((fetched, title))
-        })?)
-    } else {
-        None
-    };
-    let needs_busybox = resolved.vms.iter().any(|vm| {
-        vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
-    });
-    // Guests without channels do not load the driver, so all share one RAM disk.
-    let driver = match &debian {
-        Some(kernel) if needs_busybox && !resolved.channels.is_empty() => Some(
-            steps.run("channel driver", |step| module::channels(kernel, step, interruptible))?,
-        ),
-        _ => None,
-    };
-    let ram_disk = staging.join("initramfs");
-    if needs_busybox {
-        steps.run("RAM disk", |step| {
-            let (busybox, title) = fetch::busybox(architecture, step, interruptible)?;
-            // Modules match the kernel they come with; `/init` loads none if they do not.
-            let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
-            modules.extend(driver);
-            let archive = initramfs::busybox(architecture, &busybox, &modules, &resolved.files)?;
-            let length = Size(archive.len() as u64);
-            fs::write(&ram_disk, archive).file_error("write", &ram_disk)?;
-            Ok(((), format!("{title}, {length}")))
-        })?;
+    let machine = resolved.board.architecture();
+    // Guests of AArch32 have files of their own; few systems have such guests.
+    let mut sets = Vec::new();
+    for guest in [machine.into(), GuestArchitecture::Arm32] {
+        sets.push(GuestFiles::make(guest, resolved, staging, steps, interruptible)?);
     }
+    let of = |vm: &ResolvedVm| {
+        let wanted = vm.guest_architecture(machine);
+        sets.iter().find(|set| set.architecture == wanted)
+    };
     let files = resolved.vms.iter().map(|vm| VmFiles {
-        kernel: match (vm.kernel.get_ref(), &debian) {
-            (KernelSource::File(path), _) => path.clone(),
-            (KernelSource::Debian, Some(fetched)) => fetched.kernel(),
-            (KernelSource::Debian, None) => PathBuf::new(),
-            (KernelSource::Micro(name), _) => artifacts.join(name),
+        kernel: match vm.kernel.get_ref() {
+            KernelSource::File(path) => path.clone(),
+            KernelSource::Debian(_) => {
+                of(vm).and_then(|set| set.kernel.as_ref()).map(Fetched::kernel).unwrap_or_default()
+            }
+            KernelSource::Micro(name) => artifacts.join(name),
         },
         initrd: vm.initrd.as_ref().map(|initrd| match initrd.get_ref() {
             InitrdSource::File(path) => path.clone(),
-            InitrdSource::Busybox => ram_disk.clone(),
+            InitrdSource::Busybox => of(vm).map(|set| set.ram_disk.clone()).unwrap_or_default(),
         }),
     });
     let mut files: Vec<VmFiles> = files.collect();
-    unpack_kernels(architecture, &mut files, staging)?;
+    unpack_kernels(resolved.board.architecture(), &mut files, staging)?;
     Ok(files)
 }
 
@@ -214,6 +191,69 @@ fn unpack_kernels(
         unpacked.insert(std::mem::replace(&mut files.kernel, path.clone()), path);
     }
     Ok(())
+}
+
+/// Boot files that VMs of one architecture share.
+struct GuestFiles {
+    architecture: GuestArchitecture,
+    /// Debian's kernel, if a VM has it.
+    kernel: Option<Fetched>,
+    /// RAM disk with busybox; exists if a VM has it.
+    ram_disk: PathBuf,
+}
+
+impl GuestFiles {
+    /// Fetches and builds what VMs of this architecture have.
+    fn make(
+        architecture: GuestArchitecture,
+        resolved: &ResolvedSystem,
+        staging: &Path,
+        steps: &Steps,
+        interruptible: &Interruptible,
+    ) -> Result<Self, Failure> {
+        let machine = resolved.board.architecture();
+        let is_of = |vm: &&ResolvedVm| vm.guest_architecture(machine) == architecture;
+        let vms = || resolved.vms.iter().filter(is_of);
+        let is_32_bit = architecture == GuestArchitecture::Arm32;
+        let title = |of: &str| format!("{of}{}", if is_32_bit { " (32 bits)" } else { "" });
+        let needs_debian =
+            vms().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian(architecture));
+        let kernel: Option<Fetched> = if needs_debian {
+            Some(steps.run(&title("Debian kernel"), |step| {
+                let fetched = fetch::debian_kernel(architecture, step, interruptible)?;
+                let title = fetched.title.clone();
+                Ok((fetched, title))
+            })?)
+        } else {
+            None
+        };
+        let needs_busybox = vms().any(|vm| {
+            vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
+        });
+        // Guests without channels do not load the driver, so all share one RAM disk. It is not for
+        // AArch32.
+        let driver = match &kernel {
+            Some(kernel) if needs_busybox && !resolved.channels.is_empty() && !is_32_bit => Some(
+                steps
+                    .run("channel driver", |step| module::channels(kernel, step, interruptible))?,
+            ),
+            _ => None,
+        };
+        let ram_disk = staging.join(format!("initramfs-{}", architecture.debian()));
+        if needs_busybox {
+            steps.run(&title("RAM disk"), |step| {
+                let (busybox, title) = fetch::busybox(architecture, step, interruptible)?;
+                // Modules match the kernel they come with; `/init` loads none if they do not.
+                let mut modules = kernel.as_ref().map(Fetched::modules).unwrap_or_default();
+                modules.extend(driver);
+                let archive = initramfs::busybox(machine, &busybox, &modules, &resolved.files)?;
+                let length = Size(archive.len() as u64);
+                fs::write(&ram_disk, archive).file_error("write", &ram_disk)?;
+                Ok(((), format!("{title}, {length}")))
+            })?;
+        }
+        Ok(Self { architecture, kernel, ram_disk })
+    }
 }
 
 /// A file of a bundle.

@@ -2,7 +2,7 @@
 
 use crate::attach::{EmulatedDisk, EmulatedNic, ServerDevice};
 use crate::description::{Board, Log, OnReset, Restart, ServerKind};
-use hosted_command::architecture::Architecture;
+use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::Failure;
 use hosted_command::problem::{Diagnostics, Problem};
 use hosted_command::value::Size;
@@ -150,11 +150,21 @@ pub struct ResolvedVm {
     pub nets: Vec<compiled::VmNet>,
 }
 
+impl ResolvedVm {
+    /// Returns the architecture of the guest on a machine of this one.
+    pub(crate) fn guest_architecture(&self, machine: Architecture) -> GuestArchitecture {
+        match self.kernel.get_ref() {
+            KernelSource::Debian(architecture) => *architecture,
+            KernelSource::Micro(_) | KernelSource::File(_) => machine.into(),
+        }
+    }
+}
+
 /// Source of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KernelSource {
-    /// Debian's cloud kernel, fetched with apt.
-    Debian,
+    /// Debian's kernel for guests of this architecture, fetched with apt.
+    Debian(GuestArchitecture),
     /// Micro-guest of the build, by file name.
     Micro(String),
     /// A file.

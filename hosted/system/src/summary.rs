@@ -24,7 +24,7 @@ impl fmt::Display for ResolvedSystem {
         self.write_devices(f)?;
         for vm in &self.vms {
             let kernel = match vm.kernel.get_ref() {
-                KernelSource::Debian => "Debian's kernel, checked after fetching".to_owned(),
+                KernelSource::Debian(_) => "Debian's kernel, checked after fetching".to_owned(),
                 KernelSource::Micro(name) => format!("{name} of the build"),
                 KernelSource::File(path) => format!("{} is complete", path.display()),
             };

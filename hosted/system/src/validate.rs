@@ -27,7 +27,7 @@ use crate::resolved::{
 use crate::vtlb;
 use attachments::Attached;
 use cpus::{CpuRequest, MAX_CPUS, least_cpus};
-use hosted_command::architecture::Architecture;
+use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::Failure;
 use hosted_command::input;
 use hosted_command::problem::Problem;
@@ -45,6 +45,8 @@ const DEFAULT_COMMAND_LINE: &str = "console=ttyS0";
 const DEFAULT_COMMAND_LINE_ARM64: &str = "console=ttyAMA0";
 const DEFAULT_PRIORITY: u8 = 10;
 
+/// Kernel: Debian's for AArch32.
+const DEBIAN_32_BIT: &str = "debian-armmp";
 /// Prefix of the name of a micro-guest.
 const MICRO_PREFIX: &str = "micro:";
 /// Granularity of guest memory in bytes: it is mapped in large pages.
@@ -249,7 +251,7 @@ impl Validator<'_> {
             }
             None => DEFAULT_COMMAND_LINE.to_owned(),
         };
-        let kernel = self.kernel(vm.kernel.get_ref());
+        let kernel = self.kernel(&vm.kernel);
         let vtlb = vtlb::check(&vm, &mut self.problems);
         let initrd = vm.initrd.map(|initrd| {
             let source = match initrd.get_ref().as_str() {
@@ -302,9 +304,16 @@ impl Validator<'_> {
     }
 
     /// Returns the source of a kernel.
-    fn kernel(&self, text: &str) -> KernelSource {
+    fn kernel(&mut self, kernel: &Spanned<String>) -> KernelSource {
+        let text = kernel.get_ref();
+        if text == DEBIAN_32_BIT && self.architecture != Architecture::Arm64 {
+            let message = format!("kernel \"{DEBIAN_32_BIT}\" is for machines of AArch64 alone");
+            let problem = Problem::new(kernel.span(), message);
+            self.problems.push(problem.help("use \"debian\", or `board = \"qemu-virt\"`"));
+        }
         match text.strip_prefix(MICRO_PREFIX).filter(|name| is_name(name)) {
-            _ if text == "debian" => KernelSource::Debian,
+            _ if text == "debian" => KernelSource::Debian(self.architecture.into()),
+            _ if text == DEBIAN_32_BIT => KernelSource::Debian(GuestArchitecture::Arm32),
             Some(name) => KernelSource::Micro(self.architecture.micro_guest(name)),
             None => KernelSource::File(self.folder.join(text)),
         }

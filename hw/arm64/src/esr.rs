@@ -20,8 +20,22 @@ pub mod class {
     pub const UNKNOWN: u64 = 0x00;
     /// WFI, WFE and the like, trapped.
     pub const WAIT: u64 = 0x01;
+    /// MCR or MRC of AArch32 with coprocessor 15, trapped.
+    pub const CP15: u64 = 0x03;
+    /// MCRR or MRRC with coprocessor 15.
+    pub const CP15_WIDE: u64 = 0x04;
+    /// MCR or MRC with coprocessor 14.
+    pub const CP14: u64 = 0x05;
     /// Access to floating point or SIMD, trapped.
     pub const FLOATING_POINT: u64 = 0x07;
+    /// VMRS of an identification register of floating point by AArch32.
+    pub const FLOATING_POINT_ID_32: u64 = 0x08;
+    /// MRRC with coprocessor 14.
+    pub const CP14_WIDE: u64 = 0x0c;
+    /// HVC by AArch32 code.
+    pub const HYPERVISOR_CALL_32: u64 = 0x12;
+    /// SMC by AArch32 code, trapped.
+    pub const SECURE_CALL_32: u64 = 0x13;
     /// SVC by AArch64 code.
     pub const SUPERVISOR_CALL: u64 = 0x15;
     /// HVC by AArch64 code.
@@ -115,6 +129,16 @@ pub const fn is_described(syndrome: u64) -> bool {
     syndrome & DESCRIBED != 0
 }
 
+/// General-purpose register of an access to memory, by the syndrome of its data abort.
+pub const fn transferred(syndrome: u64) -> usize {
+    (syndrome >> 16 & 31) as usize
+}
+
+/// The syndrome with another general-purpose register, below 32.
+pub const fn with_transferred(syndrome: u64, general: usize) -> u64 {
+    syndrome & !(31 << 16) | (general as u64) << 16
+}
+
 /// Decodes the syndrome of a data abort; `None`: it does not describe the instruction, which
 /// accesses several registers or changes its address register.
 pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
@@ -123,7 +147,7 @@ pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
     }
     Some(MemoryAccess {
         size: 1 << (syndrome >> 22 & 3),
-        general: (syndrome >> 16 & 31) as usize,
+        general: transferred(syndrome),
         is_signed: syndrome & 1 << 21 != 0,
         is_wide: syndrome & 1 << 15 != 0,
         is_write: syndrome & WRITE != 0,

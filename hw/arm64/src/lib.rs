@@ -3,6 +3,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod aarch32;
 pub mod esr;
 pub mod gic;
 pub mod image;

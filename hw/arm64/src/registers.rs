@@ -33,7 +33,7 @@ pub mod hcr {
     const ERRORS: u64 = 1 << 35 | 1 << 36;
     /// EL0 belongs to the host: exceptions go to EL2.
     pub const TGE: u64 = 1 << 27;
-    /// EL1 is AArch64.
+    /// EL1 is AArch64; else AArch32.
     pub const RW: u64 = 1 << 31;
     /// The host kernel runs at EL2 (FEAT_VHE).
     pub const E2H: u64 = 1 << 34;
@@ -43,11 +43,13 @@ pub mod hcr {
     pub const HOST: u64 = E2H | RW | TGE;
     /// The same without VHE: stage 2 alone translates for EL0.
     pub const HOST_WITHOUT_VHE: u64 = RW | TGE | VM | DC;
-    /// Value while guests run. Pointer authentication and memory tags trap.
-    pub const GUEST: u64 =
+    /// Value while 64-bit guests run. Pointer authentication and memory tags trap.
+    const GUEST: u64 =
         E2H | RW | VM | SWIO | INTERRUPTS | BROADCAST | TWI | TID3 | TSC | IMPLEMENTATION | ERRORS;
-    /// The same without VHE.
-    pub const GUEST_WITHOUT_VHE: u64 = GUEST & !E2H;
+    /// Value while guests run of 64 or of 32 bits, with or without VHE.
+    pub const fn guest(is_32_bit: bool, has_vhe: bool) -> u64 {
+        GUEST & !if is_32_bit { RW } else { 0 } & !if has_vhe { 0 } else { E2H }
+    }
 }
 
 /// SCTLR of EL1, or of EL2 with E2H.
@@ -128,6 +130,8 @@ pub mod spsr {
     pub const EL1: u64 = 0b0_0101;
     /// Mode: EL0 in AArch32.
     pub const EL0_32: u64 = 0b1_0000;
+    /// Modes that a 64-bit guest may have on every processor: a bit each.
+    pub const GUEST_MODES: u32 = 1 << EL0 | 1 << EL1_WITH_SP_EL0 | 1 << EL1;
     /// The kernel may not access pages of EL0 (PAN).
     pub const PAN: u64 = 1 << 22;
     /// Bits that a guest may have: all except the one for software steps.
@@ -165,8 +169,12 @@ pub const MDCR_COUNTERS: u64 = 0x1f;
 /// MDCR_EL2: guests' accesses to performance monitors (TPMCR, TPM), debug registers (TDA, TDOSA,
 /// TDRA), profiling (TPMS) and trace filters (TTRF) trap.
 pub const MDCR_GUEST: u64 = 1 << 5 | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 14 | 1 << 19;
-/// Field EL0 of ID_AA64PFR0_EL1 where EL0 also has AArch32.
+/// Field EL0 of ID_AA64PFR0_EL1 where EL0 also has AArch32; EL1 has the next field.
 pub const EL0_HAS_AARCH32: u64 = 2;
+/// Returns whether EL1 also has AArch32, by ID_AA64PFR0_EL1.
+pub const fn el1_has_aarch32(features: u64) -> bool {
+    features >> 4 & 0xf == EL0_HAS_AARCH32
+}
 
 /// HPFAR_EL2: guest-physical address of the page of a fault.
 pub const fn hpfar_page(value: u64) -> u64 {

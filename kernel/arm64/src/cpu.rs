@@ -63,6 +63,8 @@ pub struct GuestRun {
     pub may_wait: AtomicU64,
     /// Ticks that it has waited so.
     pub waited: AtomicU64,
+    /// HCR_EL2 of the guest whose registers are loaded.
+    pub hcr: AtomicU64,
 }
 
 /// Offset of the top of the kernel stack in [`PerCpu`], for assembly.
@@ -77,6 +79,8 @@ pub const TIMER_LIST: usize = offset_of!(PerCpu, guest.timer_list);
 pub const MAY_WAIT: usize = offset_of!(PerCpu, guest.may_wait);
 /// See [`TIMER_LIST`].
 pub const WAITED: usize = offset_of!(PerCpu, guest.waited);
+/// See [`TIMER_LIST`].
+pub const GUEST_HCR: usize = offset_of!(PerCpu, guest.hcr);
 
 /// Offsets of the fields of [`WithoutVhe`].
 pub const GUEST_REGISTERS: usize = offset_of!(PerCpu, without_vhe.guest_registers);

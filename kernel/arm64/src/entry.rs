@@ -12,9 +12,11 @@ mod handlers;
 
 use core::arch::global_asm;
 use core::mem::offset_of;
+use core::sync::atomic::Ordering;
 
 use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::arm64::{VcpuState, virq};
+use hw_arm64::aarch32;
 use hw_arm64::esr::{self, class};
 use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
 use hw_arm64::paging::entry;
@@ -116,6 +118,14 @@ global_asm!(
     "b.eq 7f",
     "b 6f",
     ".endm",
+    // A 32-bit guest was left so, or by an error.
+    ".macro guest_synchronous_32",
+    ".balign 128",
+    "save_registers {guest_stack}",
+    "mov x0, x1",
+    "mov x1, #{synchronous_32}",
+    "b 22f",
+    ".endm",
     // By an interrupt of the host.
     ".macro guest_interrupt",
     ".balign 128",
@@ -162,16 +172,18 @@ global_asm!(
     "mrs x1, far_el2",
     alternative!("bl {exception}", "bl {exception_without_vhe}"),
     "b leave_kernel",
-    // While a guest runs: its exceptions, with registers of 64 and of 32 bits.
+    // While a guest runs: its exceptions, where EL1 is AArch64 and where it is AArch32.
     ".balign 2048",
     "guest_vectors:",
     "bugs",
-    ".rept 2",
     "guest_synchronous",
     "guest_interrupt",
     "bug 10",
     "guest_error",
-    ".endr",
+    "guest_synchronous_32",
+    "guest_interrupt",
+    "bug 10",
+    "guest_synchronous_32",
     "5:",
     "ldr x1, ={version}",
     "cmp x0, x1",
@@ -249,6 +261,19 @@ global_asm!(
     "save_further {guest_stack}",
     "mov x1, #{by_interrupt}",
     "b 4f",
+    // WFI of a 32-bit guest, without a condition and in no IT block (SPSR is in x4), is like that
+    // of 64-bit guests.
+    "22:",
+    "lsr x2, x0, #20",
+    "mov x3, #{unconditional}",
+    "and x2, x2, x3",
+    "cmp x2, #{unconditional_wait}",
+    "b.ne 4f",
+    "ldr x3, ={it}",
+    "tst x4, x3",
+    "b.ne 4f",
+    "mov x1, #{synchronous}",
+    "b 4f",
     "20:",
     "stp x2, x3, [sp, #16]",
     "6:",
@@ -283,9 +308,9 @@ global_asm!(
     "str x4, [x3, #{guest_stack}]",
     "msr elr_el2, x1",
     "msr spsr_el2, x2",
-    "adr x3, guest_vectors",
-    "msr vbar_el2, x3",
-    "ldr x3, ={guest}",
+    "adr x4, guest_vectors",
+    "msr vbar_el2, x4",
+    "ldr x3, [x3, #{guest_hcr}]",
     alternative!("msr hcr_el2, x3", "bl to_guest"),
     // Page-table entries that this CPU has written are visible to its walks.
     "dsb ishst",
@@ -313,7 +338,7 @@ global_asm!(
     "msr sctlr_el1, x4",
     "msr cntkctl_el1, x5",
     "msr cnthctl_el2, xzr",
-    "ldr x4, ={guest_without_vhe}",
+    "ldr x4, [x3, #{guest_hcr}]",
     "msr hcr_el2, x4",
     "ret",
     "to_host:",
@@ -374,7 +399,6 @@ global_asm!(
     registers_of_guest = const cpu::GUEST_REGISTERS,
     no_tables = const cpu::NO_TABLES,
     host_without_vhe = const hcr::HOST_WITHOUT_VHE,
-    guest_without_vhe = const hcr::GUEST_WITHOUT_VHE,
     sctlr_of_tasks = const sctlr::TASKS,
     cntkctl_of_tasks = const CNTKCTL_TASKS,
     cnthctl_host = const CNTHCTL_HOST,
@@ -385,6 +409,9 @@ global_asm!(
     length_shift = const esr::LENGTH_SHIFT,
     hypercall = const class::HYPERVISOR_CALL << 1 | 1,
     wait = const class::WAIT << 1 | 1,
+    unconditional = const aarch32::UNCONDITIONAL,
+    unconditional_wait = const class::WAIT << 6 | aarch32::UNCONDITIONAL & 0x1f,
+    it = const aarch32::psr::IT,
     may_wait = const cpu::MAY_WAIT,
     waited = const cpu::WAITED,
     timer_list = const cpu::TIMER_LIST,
@@ -401,10 +428,11 @@ global_asm!(
     abi_version = const abi::ABI_VERSION,
     handled = const offset_of!(VcpuState, run.handled_in_kernel),
     synchronous = const exit_kind::SYNCHRONOUS,
+    synchronous_32 = const exit_kind::SYNCHRONOUS_32,
     by_interrupt = const exit_kind::INTERRUPT,
     by_error = const exit_kind::ERROR,
     host = const hcr::HOST,
-    guest = const hcr::GUEST,
+    guest_hcr = const cpu::GUEST_HCR,
 );
 
 unsafe extern "C" {
@@ -416,7 +444,8 @@ unsafe extern "C" {
     /// state page, and returns when the guest was left, with the registers saved there.
     ///
     /// # Safety
-    /// The state is one of EL0 or EL1. The system registers and the tables of the guest are loaded.
+    /// The state is one of EL0 or EL1, of 64 or 32 bits as the loaded HCR_EL2 has it. The system
+    /// registers and the tables of the guest are loaded.
     pub fn enter_guest(state: *const VcpuState, pc: u64, pstate: u64) -> GuestExit;
 }
 
@@ -438,6 +467,8 @@ pub mod exit_kind {
     pub const INTERRUPT: u64 = 1;
     /// An error that an access of the guest has caused (SError).
     pub const ERROR: u64 = 2;
+    /// An exception with a syndrome of a 32-bit vCPU, or an error.
+    pub const SYNCHRONOUS_32: u64 = 3;
 }
 
 /// Result of [`enter_guest`].
@@ -473,7 +504,7 @@ pub unsafe fn to_guest() {
     unsafe {
         core::arch::asm!(
             alternative!("msr hcr_el2, {0}", "bl to_guest"), "isb",
-            in(reg) hcr::GUEST, out("x3") _, out("x4") _, out("x5") _, out("x30") _,
+            in(reg) cpu::current().guest.hcr.load(Ordering::Relaxed), out("x3") _, out("x4") _, out("x5") _, out("x30") _,
             options(nostack)
         );
     }

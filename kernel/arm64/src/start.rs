@@ -1,6 +1,7 @@
 //! Start of the CPUs after boot: kernel memory, root, and the first threads.
 
-use abi::boot::{FEATURE_GICV2, FEATURE_NESTED};
+use abi::boot::{FEATURE_AARCH32, FEATURE_GICV2, FEATURE_NESTED};
+use hw_arm64::registers::el1_has_aarch32;
 use hw_tables::elf;
 use kernel_run::root::{self, Resources};
 use kernel_run::start::memory_pool;
@@ -9,7 +10,7 @@ use kernel_run::{exit, lock};
 use crate::log::LOG;
 use crate::machine::Machine;
 use crate::run::{self, Guard};
-use crate::{Arm64, entry, gic, log};
+use crate::{Arm64, entry, gic, log, read_register};
 
 /// Continues the start of the first CPU after boot.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
@@ -28,7 +29,10 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     };
     let started = root::start(&kernel, resources, |page| {
         (page.cpus, page.tsc_khz, page.rsdp) = (cpus, counter_khz, tree.base);
-        page.features = FEATURE_NESTED | if gic::v2::is_present() { FEATURE_GICV2 } else { 0 };
+        let has_aarch32 = el1_has_aarch32(read_register!("id_aa64pfr0_el1"));
+        page.features = FEATURE_NESTED
+            | if gic::v2::is_present() { FEATURE_GICV2 } else { 0 }
+            | if has_aarch32 { FEATURE_AARCH32 } else { 0 };
     });
     if let Err(error) = started {
         panic!("cannot start root: {error}");

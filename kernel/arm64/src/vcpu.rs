@@ -11,6 +11,7 @@
 //! * All guests have the same VMID, which no task has. A CPU flushes the TLB entries of guests when
 //!   it enters another vCPU, or one whose VM has lost mappings.
 
+mod aarch32;
 mod exits;
 mod fault;
 mod features;
@@ -318,8 +319,9 @@ unsafe fn stay_in_guest(prepared: &Prepared) -> GuestExit {
             return exit;
         }
         (pc, processor_state) = (state.pc.get().wrapping_add(INSTRUCTION), guest_state(state));
-        if !is_guest_state(processor_state) {
-            // The VMM has changed it meanwhile: the next entry is refused.
+        if !is_state_of_64_bit(processor_state) {
+            // The VMM has changed it meanwhile: the next entry checks it. 32-bit guests have no
+            // such exits.
             return exit;
         }
         state.run.entries.add(1);
@@ -340,9 +342,6 @@ fn prepare(
         return Err(EntryError::Exit(exit::RECALL));
     }
     let pstate = guest_state(state);
-    if !is_guest_state(pstate) {
-        return Err(EntryError::Exit(arm64_exit::INVALID_STATE));
-    }
     let space = &entry.vm.space;
     if space.dying.get() {
         return Err(EntryError::Failed(Status::Aborted));
@@ -351,29 +350,22 @@ fn prepare(
     let dirty = state.run.dirty.get();
     let is_changed = dirty & group::SYSTEM != 0;
     if is_changed {
-        frames.system.write(state);
+        frames.system.write(state).map_err(EntryError::Failed)?;
         if dirty & group::INTERRUPTS != 0 {
             frames.reset_interrupts(is_owner);
         }
     }
     state.run.dirty.set(0);
     if !is_owner {
-        // Its registers are lost if it does not exist any more.
-        let old = local.owner.get().and_then(|old| kernel.memory.get(old));
-        let is_timer_active = old.map(|old| {
-            old.arch.system.save();
-            old.arch.interface.save();
-            old.arch.timer.save()
-        });
-        local.owner.set(entry.vcpu.handle.get());
-        timer::stop();
-        frames.interface.load();
-        frames.timer.load(is_timer_active);
+        change_owner(kernel, local, entry.vcpu);
     }
     virqs::deliver(state);
     sgi::deliver(&frames.sgis, state);
     frames.timer.deliver(state);
     if is_changed || !is_owner {
+        if is_owner {
+            timer::stop();
+        }
         frames.system.load();
     }
     let is_stale = !is_owner || frames.generation.get() != space.generation.get();
@@ -388,7 +380,28 @@ fn prepare(
         io::instruction_barrier();
         flush_guests();
     }
+    // By the kind of the vCPU, 64 or 32 bits, which is loaded now.
+    if !frames.system.permits(pstate) {
+        return Err(EntryError::Exit(arm64_exit::INVALID_STATE));
+    }
     Ok(Prepared { state: frames.state, pc: state.pc.get(), pstate })
+}
+
+/// Saves the registers of this CPU for the vCPU whose they are, and loads those of another, except
+/// [`SystemRegisters`]; its timer is stopped.
+#[inline(always)]
+fn change_owner(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
+    // Its registers are lost if it does not exist any more.
+    let old = local.owner.get().and_then(|old| kernel.memory.get(old));
+    let is_timer_active = old.map(|old| {
+        old.arch.system.save();
+        old.arch.interface.save();
+        old.arch.timer.save()
+    });
+    local.owner.set(vcpu.handle.get());
+    timer::stop();
+    vcpu.arch.interface.load();
+    vcpu.arch.timer.load(is_timer_active);
 }
 
 /// Physical address of the VM's tables for 39 bits, if it has any: the first entry of the root,
@@ -419,15 +432,9 @@ fn guest_state(state: &VcpuState) -> u64 {
     state.pstate.get() & spsr::GUEST
 }
 
-/// Returns whether a processor state is one of EL0 or EL1, to which the processor can return.
-fn is_guest_state(state: u64) -> bool {
-    match state & spsr::MODE {
-        spsr::EL0 | spsr::EL1_WITH_SP_EL0 | spsr::EL1 => true,
-        spsr::EL0_32 => {
-            read_register!("id_aa64pfr0_el1") & 0xf == hw_arm64::registers::EL0_HAS_AARCH32
-        }
-        _ => false,
-    }
+/// Returns whether a processor state is one of EL0 or EL1 in AArch64.
+fn is_state_of_64_bit(state: u64) -> bool {
+    spsr::GUEST_MODES >> (state & spsr::MODE) & 1 != 0
 }
 
 /// Ends the `VcpuRun` of the CPU's current thread, if it is still in it, because an object that it

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod guest;
+mod guest32;
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -115,6 +116,7 @@ fn check(boot: &Boot) -> Outcome {
     let (_, ram) =
         boot.ram().max_by_key(|(_, window)| window.length()).ok_or(("RAM", Status::Ok))?;
     guest::check(&mut slots, boot, ram, khz)?;
+    guest32::check(&mut slots, boot, ram)?;
     privileged(&mut slots, cpus - 1, khz)?;
     mapping(&mut slots, ram, cpus - 1, khz)
 }

@@ -13,7 +13,7 @@ use proto::control::code;
 use proto::start::{RangeKind, Start, Vmm};
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
-use vmm_arm64::{Arm64Vcpu as _, StartRequest, System};
+use vmm_arm64::{Arm64Vcpu as _, StartRequest, System, Width};
 use vmm_boot::virt::{self as layout, RAM, SlotNode, VirtBoot};
 pub use vmm_machine::VirtBus as GuestBus;
 use vmm_machine::{Model, Virt, VirtConfig};
@@ -71,14 +71,15 @@ const KASLR_STREAM: u64 = 1 << 33;
 /// Number of boots of the guest.
 static BOOTS: AtomicU64 = AtomicU64::new(0);
 
-/// Loads the guest; returns the start of its first vCPU. The error is an exit code.
+/// Loads the guest; returns the start of its first vCPU and the kind of all. The error is an exit
+/// code.
 pub fn load(
     start: &Start,
     plan: &Vmm,
     memory: &GuestMemory,
     vcpus: &[Cell<NativeVcpu>],
     devices: Option<&Devices>,
-) -> Result<StartRequest, u64> {
+) -> Result<(StartRequest, Width), u64> {
     if plan.vtlb.is_some() {
         error!("this processor has no vTLB");
         return Err(code::BAD_CONFIG);
@@ -103,7 +104,17 @@ pub fn load(
         kaslr_seed: kaslr_seed.and_then(|seed| seed.first_chunk().copied()).map(u64::from_le_bytes),
     };
     match vmm_boot::virt::load(memory, &guest) {
-        Ok(loaded) => Ok(StartRequest { entry: loaded.entry, argument: loaded.tree }),
+        Ok(loaded) if loaded.is_32_bit && !plan.aarch32 => {
+            error!(
+                "the kernel is a 32-bit one (zImage), but the processor has no AArch32 at EL1: \
+                 use a 64-bit kernel, or another processor"
+            );
+            Err(code::BAD_CONFIG)
+        }
+        Ok(loaded) => {
+            let width = if loaded.is_32_bit { Width::Bits32 } else { Width::Bits64 };
+            Ok((StartRequest { entry: loaded.entry, argument: loaded.tree }, width))
+        }
         Err(error) => {
             error!("cannot load the guest: {error:?}");
             Err(code::BAD_CONFIG)
@@ -117,7 +128,7 @@ pub fn create_board<'m>(
     page: &Start,
     plan: &Vmm,
     memory: &'m GuestMemory,
-    start: StartRequest,
+    (start, width): (StartRequest, Width),
     devices: Option<&'m Devices>,
 ) -> GuestBoard<'m> {
     let counter = time::tsc().wrapping_sub(CONTROL.paused_ticks());
@@ -127,6 +138,7 @@ pub fn create_board<'m>(
         start_unix: time::unix_time(&page.clock),
         start,
         gic: gic_version(plan),
+        width,
     };
     GuestBoard::new(config, memory, devices)
 }

@@ -16,7 +16,7 @@ fn linux(name: &str, command_line: &str, more: &str) -> String {
 }
 
 /// Returns a scenario with defaults for this system.
-fn arm64(name: &'static str, system: String) -> Scenario {
+pub(super) fn arm64(name: &'static str, system: String) -> Scenario {
     Scenario {
         backends: &[Backend::NativeArm64Vhe],
         system: format!("{HEAD}{system}"),

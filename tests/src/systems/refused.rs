@@ -20,6 +20,12 @@ pub const REFUSALS: &[(&str, &str, i32, &str)] = &[
         "truncated",
     ),
     (
+        "32-bit-kernel-on-a-pc",
+        "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"64M\"\nkernel = \"debian-armmp\"\n",
+        65,
+        "machines of AArch64 alone",
+    ),
+    (
         "too-little-guest-memory",
         "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"8M\"\nkernel = \"debian\"\n",
         65,

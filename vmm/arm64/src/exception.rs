@@ -1,5 +1,7 @@
 //! Exceptions for the guest's kernel (Arm ARM, D1.3.4).
 
+pub mod aarch32;
+
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{sctlr, spsr};
 

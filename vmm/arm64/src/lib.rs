@@ -20,4 +20,5 @@ mod vcpu;
 
 pub use platform::{Arm64Platform, Interrupts, StartRequest, Unknown};
 pub use run::VcpuLoop;
-pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq};
+pub use run::aarch32::memory_fault as memory_fault_of_32_bit;
+pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq, Width};

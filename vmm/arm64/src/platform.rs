@@ -9,9 +9,9 @@ use crate::vcpu::Arm64Vcpu;
 /// Start of a vCPU, by another one or by the loader.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StartRequest {
-    /// Address of the first instruction.
+    /// Address of the first instruction; with AArch32 bit 0 tells that it is one of T32.
     pub entry: u64,
-    /// Value of `x0`.
+    /// Value of `x0`; with AArch32 that of `r2` for the first vCPU, and of `r0` for others.
     pub argument: u64,
 }
 
@@ -29,6 +29,9 @@ pub struct Interrupts {
 pub enum Unknown {
     /// Access to a system register ([`hw_arm64::esr::system_register`]).
     SystemRegister(u32),
+    /// Access to a register of coprocessor 15 by AArch32 code
+    /// ([`hw_arm64::aarch32::coprocessor_register`]).
+    Coprocessor(u32),
     /// Access to memory, at this guest-physical address, by an instruction that the syndrome does
     /// not describe.
     Instruction(u64),

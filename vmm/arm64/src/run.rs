@@ -1,5 +1,6 @@
 //! The run loop of a vCPU.
 
+pub mod aarch32;
 mod undescribed;
 
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
@@ -13,7 +14,7 @@ use crate::exception::{external_abort, undefined};
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
 use crate::stolen_time::StolenTimeRecord;
-use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit};
+use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Width};
 use undescribed::Described;
 
 /// Length of A64 instructions in bytes.
@@ -38,6 +39,7 @@ const DEBUG: core::ops::Range<u32> = system_register(2, 0, 0, 0, 0)..system_regi
 /// State of a vCPU between runs.
 pub struct VcpuLoop {
     index: usize,
+    width: Width,
     activity: Activity,
     deadline: Deadline,
     /// Deadline of the board.
@@ -52,10 +54,11 @@ pub struct VcpuLoop {
 }
 
 impl VcpuLoop {
-    /// vCPU `index`, which is off.
-    pub const fn new(index: usize) -> Self {
+    /// vCPU `index` of this kind, which is off.
+    pub const fn new(index: usize, width: Width) -> Self {
         Self {
             index,
+            width,
             activity: Activity::Parked,
             deadline: Deadline::UNSET,
             board_deadline: NEVER,
@@ -111,17 +114,28 @@ impl VcpuLoop {
         if let Some(outcome) = signals.end {
             return Err(StopReason::End(outcome));
         }
-        if let Some(StartRequest { entry, argument }) = signals.interrupts.start {
-            vcpu.reset(self.index as u64);
-            vcpu.set_state(spsr::EL1_MASKED);
-            vcpu.set_pc(entry);
-            vcpu.set_general(0, argument);
-            self.activity = Activity::Running;
+        if let Some(request) = signals.interrupts.start {
+            self.start(request, vcpu);
         }
         vcpu.set_timer_virq(signals.interrupts.timer);
         self.board_deadline = signals.deadline;
         self.has_virqs = true;
         Ok(())
+    }
+
+    /// Starts the vCPU.
+    #[cold]
+    fn start(&mut self, StartRequest { entry, argument }: StartRequest, vcpu: &mut impl Arm64Vcpu) {
+        vcpu.reset(self.index as u64, self.width);
+        match self.width {
+            Width::Bits64 => {
+                vcpu.set_state(spsr::EL1_MASKED);
+                vcpu.set_pc(entry);
+                vcpu.set_general(0, argument);
+            }
+            Width::Bits32 => aarch32::start(self.index, entry, argument, vcpu),
+        }
+        self.activity = Activity::Running;
     }
 
     /// Puts interrupts into the CPU's interface while there is room.
@@ -182,6 +196,7 @@ impl VcpuLoop {
                 bus.end_virq(self.index, number);
                 Ok(())
             }
+            Exit::AArch32 { syndrome } => self.handle_32(syndrome, vcpu, bus),
             Exit::Unknown { syndrome } => {
                 bus.unknown(Unknown::Exit(syndrome));
                 undefined(vcpu);
@@ -232,13 +247,18 @@ impl VcpuLoop {
         bus: &mut P,
     ) {
         let is_device = bus.has_device(fault.gpa);
-        let parts = if is_device { undescribed::parts(fault, syndrome, vcpu, bus) } else { None };
-        if let Some(parts) = parts {
+        if is_device
+            && self.width == Width::Bits64
+            && let Some(parts) = undescribed::parts(fault, syndrome, vcpu, bus)
+        {
             self.parts = parts;
             return;
         }
         bus.unknown(Unknown::Instruction(fault.gpa));
-        external_abort(vcpu, fault.fetch);
+        match self.width {
+            Width::Bits64 => external_abort(vcpu, fault.fetch),
+            Width::Bits32 => aarch32::abort(vcpu, fault.fetch, syndrome),
+        }
     }
 
     /// Takes the next access of an instruction, as an exit that the guest has not made.

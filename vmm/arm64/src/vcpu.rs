@@ -16,12 +16,28 @@ pub enum System {
     Elr,
     /// SPSR_EL1.
     Spsr,
-    /// TCR_EL1.
+    /// TCR_EL1: TTBCR in its lower half.
     Tcr,
     /// TTBR0_EL1.
     Ttbr0,
     /// TTBR1_EL1.
     Ttbr1,
+    /// IFSR32_EL2.
+    Ifsr,
+    /// SPSR_abt.
+    SpsrAbort,
+    /// SPSR_und.
+    SpsrUndefined,
+}
+
+/// Kind of a vCPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Width {
+    /// AArch64.
+    #[default]
+    Bits64,
+    /// AArch32: its registers are those of AArch64 that the architecture maps them to.
+    Bits32,
 }
 
 /// Exit of a vCPU. Unless stated otherwise, the program counter is the address of the instruction
@@ -69,6 +85,12 @@ pub enum Exit {
         /// Number of the interrupt.
         number: u32,
     },
+    /// An instruction of a 32-bit vCPU, whose condition holds. Its aborts are
+    /// [`Exit::MemoryFault`]s by [`crate::memory_fault_of_32_bit`].
+    AArch32 {
+        /// Its syndrome.
+        syndrome: u64,
+    },
     /// An exception of the guest that the host does not know.
     Unknown {
         /// Its syndrome.
@@ -81,7 +103,7 @@ pub enum Exit {
 }
 
 /// Names of exit reasons, for messages, by [`Exit::index`].
-pub const EXIT_NAMES: [&str; 13] = [
+pub const EXIT_NAMES: [&str; 14] = [
     "deadline",
     "recall",
     "wait",
@@ -95,6 +117,7 @@ pub const EXIT_NAMES: [&str; 13] = [
     "invalid-state",
     "host-error",
     "preempted",
+    "aarch32",
 ];
 
 impl Exit {
@@ -114,6 +137,7 @@ impl Exit {
             Self::InvalidState => 10,
             Self::HostError(_) => 11,
             Self::Preempted => 12,
+            Self::AArch32 { .. } => 13,
         }
     }
 }
@@ -136,8 +160,9 @@ pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
     fn system(&mut self, register: System) -> u64;
     /// Sets it.
     fn set_system(&mut self, register: System, value: u64);
-    /// Sets all registers to their values after a reset, the affinity to this one.
-    fn reset(&mut self, affinity: u64);
+    /// Sets all registers to their values after a reset, the affinity to this one. The vCPU is of
+    /// this kind from then on; the next [`Vcpu::run`] fails where the host CPU has none.
+    fn reset(&mut self, affinity: u64, width: Width);
     /// Returns whether the CPU's interface has room for another interrupt.
     fn has_room(&mut self) -> bool;
     /// Makes an interrupt pending in the CPU's interface, which has room.

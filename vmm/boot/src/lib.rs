@@ -36,6 +36,8 @@ mod start;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod virt;
+#[cfg(feature = "load")]
+mod zimage;
 
 #[cfg(feature = "load")]
 pub use bzimage::BzImage;

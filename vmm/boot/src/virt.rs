@@ -1,5 +1,6 @@
 //! The board `virt`: address map, and boot of a Linux kernel for AArch64 (Linux,
-//! Documentation/arm64/booting.rst) with a device tree (Devicetree Specification v0.4).
+//! Documentation/arm64/booting.rst) or AArch32 (Documentation/arm/booting.rst) with a device tree
+//! (Devicetree Specification v0.4).
 //!
 //! | address | device | interrupt |
 //! |---|---|---|
@@ -109,6 +110,7 @@ pub use load::{VirtBoot, VirtStart, load, memory_needed};
 #[cfg(feature = "load")]
 mod load {
     use super::*;
+    use crate::zimage;
 
     /// Alignment of what the loader places.
     const ALIGNMENT: u64 = image::ALIGNMENT;
@@ -133,7 +135,7 @@ mod load {
     pub struct VirtBoot<'a> {
         /// Number of vCPUs.
         pub vcpus: u8,
-        /// Kernel: an uncompressed `Image`.
+        /// Kernel: an uncompressed `Image`, or a 32-bit `zImage`.
         pub kernel: &'a [u8],
         /// Initial RAM disk.
         pub initrd: Option<&'a [u8]>,
@@ -154,8 +156,10 @@ mod load {
     pub struct VirtStart {
         /// Address of the first instruction.
         pub entry: u64,
-        /// Address of the device tree, for `x0`.
+        /// Address of the device tree, for `x0`, or for `r2` of a 32-bit kernel.
         pub tree: u64,
+        /// The vCPUs are of AArch32.
+        pub is_32_bit: bool,
     }
 
     /// Loads a guest into its memory, whose range at [`RAM`] gets everything.
@@ -180,7 +184,7 @@ mod load {
         memory.write_slice(entry, boot.kernel)?;
         memory.write_slice(initrd, boot.initrd.unwrap_or(&[]))?;
         memory.write_slice(tree, &blob)?;
-        Ok(VirtStart { entry, tree })
+        Ok(VirtStart { entry, tree, is_32_bit: header.is_32_bit })
     }
 
     /// Least memory in bytes for a kernel, an initial RAM disk of this length and a device tree.
@@ -195,14 +199,20 @@ mod load {
 
     /// Header of an image.
     struct Header {
-        /// Offset of the image from a multiple of 2 MiB.
+        /// Offset of the image from the start of RAM.
         offset: u64,
         /// Bytes of memory from its start on that the kernel uses.
         length: u64,
+        /// It is a `zImage` of AArch32.
+        is_32_bit: bool,
     }
 
     impl Header {
         fn parse(kernel: &[u8]) -> Result<Self, BootError> {
+            if zimage::is_one(kernel) {
+                let zimage::Place { offset, length } = zimage::place(kernel)?;
+                return Ok(Self { offset, length, is_32_bit: true });
+            }
             let word = |at: usize| {
                 let bytes = kernel.get(at..at + 8)?;
                 Some(u64::from_le_bytes(bytes.try_into().ok()?))
@@ -218,7 +228,7 @@ mod load {
             if offset >= ALIGNMENT || length == 0 {
                 return Err(BootError::BadHeader);
             }
-            Ok(Self { offset, length })
+            Ok(Self { offset, length, is_32_bit: false })
         }
     }
 
@@ -430,7 +440,7 @@ mod load {
             let memory = testing::memory(&[(RAM, 8 << 20)]);
             let kernel = kernel();
             let start = load(&memory, &boot(&kernel)).expect("loads");
-            assert_eq!(start, VirtStart { entry: RAM, tree: RAM + (4 << 20) });
+            assert_eq!(start, VirtStart { entry: RAM, tree: RAM + (4 << 20), is_32_bit: false });
             let mut bytes = vec![0; 1 << 20];
             memory.read_slice(start.tree, &mut bytes).expect("in memory");
             let fdt = Fdt::parse(&bytes).expect("a tree");
@@ -508,6 +518,23 @@ mod load {
             let boot = VirtBoot { vcpus: 8, command_line: &line, slots: &slots, ..boot(&kernel) };
             let tree = device_tree(&memory, &boot, 0..0).expect("a tree");
             assert!(tree.len() <= MOST, "{} bytes", tree.len());
+        }
+
+        #[test]
+        fn a_32_bit_kernel_is_behind_what_it_decompresses() {
+            let kernel = zimage::tests::image();
+            let memory = testing::memory(&[(RAM, 40 << 20)]);
+            let start = load(&memory, &boot(&kernel)).expect("loads");
+            let (entry, tree) = (RAM + (32 << 20), RAM + (36 << 20));
+            assert_eq!(start, VirtStart { entry, tree, is_32_bit: true });
+            let mut magic = [0; 4];
+            memory.read_slice(entry + 0x24, &mut magic).expect("in memory");
+            assert_eq!(u32::from_le_bytes(magic), 0x016f_2818);
+            let needed = memory_needed(&kernel, 6).expect("a kernel");
+            assert!(needed > 33 << 20 && needed <= 40 << 20, "{needed}");
+            let small = testing::memory(&[(RAM, 32 << 20)]);
+            let error = load(&small, &boot(&kernel));
+            assert!(matches!(error, Err(BootError::TooLittleMemory { .. })), "{error:?}");
         }
 
         #[test]

@@ -14,7 +14,7 @@ use hw_arm64::gic::{SoftwareInterrupt, Version, distributor, redistributor, v2};
 use hw_arm64::psci;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
-use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop};
+use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Width};
 use vmm_boot::virt as layout;
 use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
 use vmm_dev::arm64::gic::Gic;
@@ -43,6 +43,8 @@ pub struct VirtConfig {
     pub start: StartRequest,
     /// Version of the interrupt controller: that of the host CPU's interface.
     pub gic: Version,
+    /// Kind of all vCPUs.
+    pub width: Width,
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
@@ -59,6 +61,7 @@ struct Fixed<'m> {
     clock: CounterClock,
     start_unix: Duration,
     vcpus: usize,
+    width: Width,
 }
 
 /// Power of a vCPU.
@@ -137,9 +140,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
-        let VirtConfig { clock, start_unix, gic, .. } = config;
+        let VirtConfig { clock, start_unix, gic, width, .. } = config;
         Self {
-            fixed: Fixed { memory, clock, start_unix, vcpus },
+            fixed: Fixed { memory, clock, start_unix, vcpus, width },
             devices: SpinMutex::new(Devices {
                 gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),
@@ -164,7 +167,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
 
     /// Creates vCPU `index`, once.
     pub fn cpu(&self, index: usize) -> VcpuLoop {
-        VcpuLoop::new(index.min(self.fixed.vcpus - 1))
+        VcpuLoop::new(index.min(self.fixed.vcpus - 1), self.fixed.width)
     }
 
     /// Runs a vCPU until the host is needed. `host`: services for the thread of this vCPU.
@@ -602,6 +605,9 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm
                 Unknown::SystemRegister(register) => {
                     (&mut counters.unknown_registers, 1 << 56 | u64::from(register))
                 }
+                Unknown::Coprocessor(register) => {
+                    (&mut counters.unknown_registers, 5 << 56 | u64::from(register))
+                }
                 Unknown::Instruction(address) => {
                     (&mut counters.unknown_memory, 2 << 56 | address & ((1 << 56) - 1))
                 }
@@ -624,6 +630,11 @@ impl fmt::Display for Text {
                 let [op0, op1, crn] = [register >> 14, register >> 11 & 7, register >> 7 & 15];
                 let [crm, op2] = [register >> 3 & 15, register & 7];
                 write!(to, "unknown system register S{op0}_{op1}_C{crn}_C{crm}_{op2}")
+            }
+            Unknown::Coprocessor(register) => {
+                let [opc1, crn] = [register >> 11 & 7, register >> 7 & 15];
+                let [crm, opc2] = [register >> 3 & 15, register & 7];
+                write!(to, "unknown register p15, {opc1}, c{crn}, c{crm}, {opc2}")
             }
             Unknown::Instruction(address) => {
                 write!(to, "no memory or device at guest-physical address {address:#x}")

@@ -1,7 +1,7 @@
 //! Commands of apt: for the host's architecture with the host's settings, for another one with
 //! folders of its own in the cache, so that the host's apt stays as it is.
 
-use crate::architecture::Architecture;
+use crate::architecture::GuestArchitecture;
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::lock::Lock;
@@ -20,14 +20,14 @@ const SOURCE: &str = "deb http://deb.debian.org/debian bookworm main\n";
 pub(super) struct Apt {
     /// Settings for each command.
     options: Vec<String>,
-    architecture: Architecture,
+    architecture: GuestArchitecture,
 }
 
 impl Apt {
     /// Returns apt for packages of this architecture; fetches the lists of packages of a foreign
     /// one if there are none.
-    pub(super) fn new(architecture: Architecture, step: &Step) -> Result<Self, Failure> {
-        if architecture == Architecture::X86 {
+    pub(super) fn new(architecture: GuestArchitecture, step: &Step) -> Result<Self, Failure> {
+        if architecture == GuestArchitecture::X86 {
             return Ok(Self { options: Vec::new(), architecture });
         }
         let folder = cache::folder()?.join(format!("apt-{}", architecture.debian()));
@@ -60,13 +60,17 @@ impl Apt {
     }
 
     /// Returns the architecture of the packages.
-    pub(super) fn architecture(&self) -> Architecture {
+    pub(super) fn architecture(&self) -> GuestArchitecture {
         self.architecture
     }
 
     /// Returns the end of names in the cache: packages of different architectures share names.
     pub(super) fn suffix(&self) -> &'static str {
-        if self.architecture == Architecture::X86 { "" } else { "_arm64" }
+        match self.architecture {
+            GuestArchitecture::X86 => "",
+            GuestArchitecture::Arm64 => "_arm64",
+            GuestArchitecture::Arm32 => "_armhf",
+        }
     }
 
     /// Fetches the lists of packages.

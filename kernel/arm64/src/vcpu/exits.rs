@@ -9,7 +9,8 @@ use kernel_run::exit::ReturnToUser;
 
 use super::guest_entry::GuestEntry;
 use super::{
-    GuestCpu, INSTRUCTION, count_handled, fault, features, float, return_exit, sgi, virqs, wait,
+    GuestCpu, INSTRUCTION, aarch32, count_handled, fault, features, float, return_exit, sgi, virqs,
+    wait,
 };
 use crate::entry::{GuestExit, exit_kind};
 use crate::run::handle_interrupts;
@@ -71,6 +72,9 @@ pub fn handle(
             float::take_over(kernel, local, entry.vcpu);
             count_handled(kernel, state);
             return None;
+        }
+        (exit_kind::SYNCHRONOUS_32, _) => {
+            return aarch32::handle(kernel, local, entry, syndrome);
         }
         _ => exit::UNKNOWN,
     };

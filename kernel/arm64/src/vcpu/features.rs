@@ -35,6 +35,9 @@ const MMFR1: u64 = fields([0, 20, 28, 36, 48]);
 /// CnP, UAO, LSM, IESB, VARange, CCIDX, ST, AT, IDS, TTL, BBM, E0PD. Not NV, FWB, EVT.
 const MMFR2: u64 = fields([0, 4, 8, 12, 16, 20, 28, 32, 36, 48, 52, 60]);
 
+/// ID_PFR1: not security extensions and virtualization, which are those of EL3 and EL2.
+const PFR1_32: u64 = !fields([4, 12, 20, 24]);
+
 /// Value of a register of AArch32, which EL0 may have.
 #[cold]
 fn read_32(register: u32) -> u64 {
@@ -46,7 +49,7 @@ fn read_32(register: u32) -> u64 {
         };
     }
     choose! {
-        1: 0 = "id_pfr0_el1" 1 = "id_pfr1_el1" 4 = "id_mmfr0_el1" 5 = "id_mmfr1_el1"
+        1: 0 = "id_pfr0_el1" 4 = "id_mmfr0_el1" 5 = "id_mmfr1_el1"
             6 = "id_mmfr2_el1" 7 = "id_mmfr3_el1";
         2: 0 = "id_isar0_el1" 1 = "id_isar1_el1" 2 = "id_isar2_el1" 3 = "id_isar3_el1"
             4 = "id_isar4_el1" 5 = "id_isar5_el1" 6 = "S3_0_C0_C2_6" 7 = "S3_0_C0_C2_7";
@@ -57,6 +60,11 @@ fn read_32(register: u32) -> u64 {
 
 /// Value that a guest reads. `None`: no register of this group.
 pub fn read(access: SystemAccess) -> Option<u64> {
+    if access.is_read { value(access.register) } else { None }
+}
+
+/// Value of a register for guests. `None`: it is not of this group.
+pub fn value(register: u32) -> Option<u64> {
     const fn id(crm: u32, op2: u32) -> u32 {
         system_register(3, 0, 0, crm, op2)
     }
@@ -72,12 +80,10 @@ pub fn read(access: SystemAccess) -> Option<u64> {
     const FIRST: u32 = id(1, 0);
     const FIRST_64: u32 = id(4, 0);
     const LAST: u32 = id(7, 7);
+    const PFR1_32_EL1: u32 = id(1, 1);
     const DFR0_32: u32 = id(1, 2);
     const LAST_32: u32 = id(3, 7);
-    if !access.is_read {
-        return None;
-    }
-    Some(match access.register {
+    Some(match register {
         PFR0_EL1 => read_register!("id_aa64pfr0_el1") & PFR0,
         PFR1_EL1 => read_register!("id_aa64pfr1_el1") & PFR1,
         DFR0_EL1 => read_register!("id_aa64dfr0_el1") & DFR0,
@@ -88,6 +94,7 @@ pub fn read(access: SystemAccess) -> Option<u64> {
         MMFR1_EL1 => read_register!("id_aa64mmfr1_el1") & MMFR1,
         MMFR2_EL1 => read_register!("id_aa64mmfr2_el1") & MMFR2,
         DFR0_32 => 0,
+        PFR1_32_EL1 => read_register!("id_pfr1_el1") & PFR1_32,
         register if (FIRST..=LAST_32).contains(&register) => read_32(register),
         // Those without a name, or of absent features.
         register if (FIRST_64..=LAST).contains(&register) => 0,

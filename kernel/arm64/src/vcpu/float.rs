@@ -12,7 +12,7 @@ use kernel_core::Kernel;
 use kernel_core::object::Vcpu;
 
 use super::GuestCpu;
-use crate::{Arm64, alternative, io};
+use crate::{Arm64, alternative, io, read_register, write_register};
 
 global_asm!(
     ".arch_extension fp",
@@ -111,5 +111,29 @@ pub fn take_over(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
         load_vectors(&raw const vcpu.arch.state().vectors);
     }
     local.float_owner.set(vcpu.handle.get());
+    set_permitted(false);
+    if let Some(old) = old {
+        old.arch.system.set_has_float(false);
+    }
+    vcpu.arch.system.set_has_float(true);
+}
+
+/// FPEXC32_EL2 of this CPU, which has AArch32 at EL1.
+#[cold]
+pub fn fpexc() -> u64 {
+    set_permitted(true);
+    io::instruction_barrier();
+    let value = read_register!("fpexc32_el2");
+    set_permitted(false);
+    value
+}
+
+/// Sets it. Outside guests floating point traps, this register, too.
+#[cold]
+pub fn set_fpexc(value: u64) {
+    set_permitted(true);
+    io::instruction_barrier();
+    // SAFETY: it concerns guests alone; floating point does not trap.
+    unsafe { write_register!("fpexc32_el2", value) };
     set_permitted(false);
 }

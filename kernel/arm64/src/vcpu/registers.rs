@@ -3,11 +3,17 @@
 
 use core::arch::asm;
 use core::cell::Cell;
+use core::sync::atomic::Ordering;
 
+use abi::Status;
 use abi::vcpu::arm64::{VcpuState, system};
-use hw_arm64::registers::{AFFINITY, MPIDR_ONE, sctlr};
+use hw_arm64::aarch32::{FPEXC_ENABLED, psr};
+use hw_arm64::registers::{
+    AFFINITY, EL0_HAS_AARCH32, MPIDR_ONE, el1_has_aarch32, hcr, sctlr, spsr,
+};
 
-use crate::{alternative, read_register, write_register};
+use super::float;
+use crate::{alternative, cpu, has_vhe, read_register, write_register};
 
 /// Calls a macro with each register: index in the state page, and its name at EL2. With E2H the
 /// names of EL1 are EL2's registers there, and those of EL1 have encodings of their own
@@ -40,12 +46,33 @@ macro_rules! for_each_register {
     };
 }
 
+/// The same with registers that only 32-bit vCPUs have, except FPEXC32_EL2. Processors without
+/// AArch32 at EL1 have none of them.
+macro_rules! for_each_register_of_32_bit {
+    ($do:ident) => {
+        $do! {
+            SPSR_ABT = "spsr_abt",
+            SPSR_UND = "spsr_und",
+            SPSR_IRQ = "spsr_irq",
+            SPSR_FIQ = "spsr_fiq",
+            DACR32_EL2 = "dacr32_el2",
+            IFSR32_EL2 = "ifsr32_el2",
+        }
+    };
+}
+
 /// Saved registers of a vCPU. While it is a CPU's owner, the CPU has newer values.
 #[derive(Clone)]
 pub struct SystemRegisters {
     saved: [Cell<u64>; system::COUNT],
     affinity: Cell<u64>,
     counter_offset: Cell<u64>,
+    /// HCR_EL2 while it runs, which tells 32-bit vCPUs from others.
+    hcr: Cell<u64>,
+    /// Modes in which it may be entered: a bit each.
+    modes: Cell<u32>,
+    /// Its registers of floating point are in the CPU.
+    has_float: Cell<bool>,
 }
 
 impl SystemRegisters {
@@ -55,9 +82,19 @@ impl SystemRegisters {
             saved: [const { Cell::new(0) }; system::COUNT],
             affinity: Cell::new(0),
             counter_offset: Cell::new(0),
+            hcr: Cell::new(hcr::guest(false, has_vhe())),
+            modes: Cell::new(modes_of_64_bit()),
+            has_float: Cell::new(false),
         };
         this.saved[system::SCTLR_EL1].set(sctlr::OFF);
         this
+    }
+
+    /// Returns whether the vCPU may be entered with a processor state: the processor can return to
+    /// it, and it is none of EL2.
+    #[inline(always)]
+    pub fn permits(&self, state: u64) -> bool {
+        self.modes.get() >> (state & spsr::MODE) & 1 != 0
     }
 
     /// Affinity that the guest reads.
@@ -76,9 +113,55 @@ impl SystemRegisters {
         let Pair { sctlr, cntkctl } = Pair::read();
         self.saved[system::SCTLR_EL1].set(sctlr);
         self.saved[system::CNTKCTL_EL1].set(cntkctl);
+        if self.hcr.get() & hcr::RW == 0 {
+            self.save_32();
+        }
     }
 
-    /// Loads them. The next entry of the guest synchronises them.
+    #[cold]
+    fn save_32(&self) {
+        macro_rules! save {
+            ($($index:ident = $name:literal,)+) => {
+                $(self.saved[system::$index].set(read_register!($name));)+
+            };
+        }
+        for_each_register_of_32_bit!(save);
+        if self.has_float.get() {
+            self.saved[system::FPEXC32_EL2].set(float::fpexc());
+        }
+    }
+
+    #[cold]
+    fn load_32(&self) {
+        macro_rules! load {
+            ($($index:ident = $name:literal,)+) => {
+                // SAFETY: `write` has found that the processor has them; they have no effect on EL2
+                // and on tasks.
+                unsafe { $(write_register!($name, self.saved[system::$index].get());)+ }
+            };
+        }
+        for_each_register_of_32_bit!(load);
+        self.load_fpexc();
+    }
+
+    /// Loads FPEXC32_EL2. While floating point traps, it must be enabled there: otherwise it would
+    /// be undefined for the guest instead.
+    fn load_fpexc(&self) {
+        let saved = self.saved[system::FPEXC32_EL2].get();
+        float::set_fpexc(if self.has_float.get() { saved } else { FPEXC_ENABLED });
+    }
+
+    /// The registers of floating point in the CPU, which is loaded with this vCPU's others if it
+    /// gets them, are now its own, or not any more.
+    #[cold]
+    pub fn set_has_float(&self, has_float: bool) {
+        self.has_float.set(has_float);
+        if has_float && self.hcr.get() & hcr::RW == 0 {
+            self.load_fpexc();
+        }
+    }
+
+    /// Loads them; the guest's timer is stopped. The next entry of the guest synchronises them.
     pub fn load(&self) {
         macro_rules! load {
             ($($index:ident = $($name:literal)+,)+) => {
@@ -87,7 +170,11 @@ impl SystemRegisters {
                 unsafe { $(write_register!($($name,)+ self.saved[system::$index].get());)+ }
             };
         }
-        super::timer::stop();
+        let hcr = self.hcr.get();
+        cpu::current().guest.hcr.store(hcr, Ordering::Relaxed);
+        if hcr & hcr::RW == 0 {
+            self.load_32();
+        }
         // SAFETY: what a guest reads as its affinity and its counter.
         unsafe {
             write_register!("vmpidr_el2", MPIDR_ONE | self.affinity.get());
@@ -119,16 +206,33 @@ impl SystemRegisters {
         }
         state.affinity.set(self.affinity.get());
         state.counter_offset.set(self.counter_offset.get());
+        state.is_32_bit.set((self.hcr.get() & hcr::RW == 0).into());
     }
 
-    /// Takes over the values of the state page.
-    pub fn write(&self, state: &VcpuState) {
+    /// Takes over the values of the state page, on the CPU on which the vCPU runs.
+    ///
+    /// # Errors
+    /// `Unsupported`: it is a 32-bit vCPU, and the CPU has no AArch32 at EL1.
+    pub fn write(&self, state: &VcpuState) -> Result<(), Status> {
+        let is_32_bit = state.is_32_bit.get() != 0;
+        if is_32_bit && !el1_has_aarch32(read_register!("id_aa64pfr0_el1")) {
+            return Err(Status::Unsupported);
+        }
+        self.hcr.set(hcr::guest(is_32_bit, has_vhe()));
+        self.modes.set(if is_32_bit { psr::GUEST_MODES } else { modes_of_64_bit() });
         for (to, from) in self.saved.iter().zip(&state.system) {
             to.set(from.get());
         }
         self.affinity.set(state.affinity.get() & AFFINITY);
         self.counter_offset.set(state.counter_offset.get());
+        Ok(())
     }
+}
+
+/// Modes that a 64-bit guest may have on this processor: a bit each.
+fn modes_of_64_bit() -> u32 {
+    let has_aarch32 = read_register!("id_aa64pfr0_el1") & 0xf == EL0_HAS_AARCH32;
+    spsr::GUEST_MODES | u32::from(has_aarch32) << spsr::EL0_32
 }
 
 /// SCTLR_EL1 and CNTKCTL_EL1, on which tasks depend without VHE: they are in memory then while the

@@ -47,10 +47,20 @@ pub fn send_to_itself(state: &VcpuState, syndrome: u64) -> bool {
         && virqs::place_word(word(state, interrupt.number), 0)
 }
 
-/// Delivers an SGI to its targets: all of them, or none and the VMM gets the exit. Returns whether
-/// it has done so.
+/// Handles a write to ICC_SGI1R_EL1 ([`deliver_to_targets`]). Returns whether it has done so.
 pub fn send(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> bool {
     let Some(interrupt) = sent(entry.state(), syndrome) else { return false };
+    deliver_to_targets(kernel, entry, interrupt)
+}
+
+/// Delivers an SGI to its targets: all of them, or none and the VMM gets the exit. Returns whether
+/// it has done so.
+#[inline(always)]
+pub fn deliver_to_targets(
+    kernel: &Kernel<Arm64>,
+    entry: GuestEntry<'_>,
+    interrupt: SoftwareInterrupt,
+) -> bool {
     let (own, targets) = (entry.vcpu.arch.system.affinity(), &entry.vm.sgi_targets);
     // The targets begin with affinity 0, and the sender is one of them.
     let sender = targets.get(own as usize).and_then(Cell::get);

@@ -201,6 +201,7 @@ impl<'a> Manager<'a> {
                 vtlb: vm.vtlb,
                 xcr0_mask: machine.xcr0_mask,
                 gicv2: machine.features & boot::FEATURE_GICV2 != 0,
+                aarch32: machine.features & boot::FEATURE_AARCH32 != 0,
                 seed,
                 attachments,
                 channels,

@@ -4,10 +4,11 @@
 
 use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, system, virq};
 use abi::vcpu::{SharedU64, exit, memory_fault};
+use hw_arm64::aarch32;
 use hw_arm64::registers::sctlr;
 use native_rt::{SchedContext, SharedVcpu, Vcpu, time};
 use proto::vtlb::COUNTERS;
-use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq};
+use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq, Width, memory_fault_of_32_bit};
 use vmm_bus::EntropySource;
 use vmm_vcpu::MemoryFault;
 
@@ -115,6 +116,9 @@ const fn index(register: System) -> usize {
         System::Tcr => system::TCR_EL1,
         System::Ttbr0 => system::TTBR0_EL1,
         System::Ttbr1 => system::TTBR1_EL1,
+        System::Ifsr => system::IFSR32_EL2,
+        System::SpsrAbort => system::SPSR_ABT,
+        System::SpsrUndefined => system::SPSR_UND,
     }
 }
 
@@ -228,7 +232,22 @@ fn decode(state: &VcpuState, paused_ticks: u64) -> Exit {
         arm64_exit::SECURE_CALL => Exit::SecureCall,
         arm64_exit::VIRQ_ENDED => Exit::VirqEnded { number: information as u32 },
         arm64_exit::INVALID_STATE => Exit::InvalidState,
+        arm64_exit::AARCH32 => decode_32(state, information),
         _ => Exit::Unknown { syndrome: information },
+    }
+}
+
+/// Returns the exit of a 32-bit vCPU.
+#[cold]
+fn decode_32(state: &VcpuState, syndrome: u64) -> Exit {
+    let address = state.run.fault_address.get();
+    match memory_fault_of_32_bit(syndrome, address, state.pc.get(), state.pstate.get()) {
+        Some((exit, pc, pstate)) => {
+            state.pc.set(pc);
+            state.pstate.set(pstate);
+            exit
+        }
+        None => Exit::AArch32 { syndrome },
     }
 }
 
@@ -269,12 +288,15 @@ impl Arm64Vcpu for NativeVcpu<'_> {
         state.run.dirty.set(state.run.dirty.get() | group::SYSTEM);
     }
 
-    fn reset(&mut self, affinity: u64) {
+    fn reset(&mut self, affinity: u64, width: Width) {
         let state = self.vcpu.state();
         let all = [&state.sp, &state.tpidr];
         let registers = state.x.iter().chain(&state.system).chain(&state.virqs).chain(all);
         registers.for_each(|register| register.set(0));
-        state.system[system::SCTLR_EL1].set(sctlr::OFF);
+        let is_32_bit = width == Width::Bits32;
+        let control = if is_32_bit { aarch32::sctlr::OFF } else { sctlr::OFF };
+        state.system[system::SCTLR_EL1].set(control);
+        state.is_32_bit.set(is_32_bit.into());
         state.affinity.set(affinity);
         let ticks = self.paused_ticks;
         self.set_offset(ticks);

@@ -1,8 +1,10 @@
 //! The run loop with a vCPU that plays a list of exits.
 
+mod aarch32;
+
 use super::*;
 use crate::platform::Interrupts;
-use crate::vcpu::{System, Virq};
+use crate::vcpu::{System, Virq, Width};
 use core::time::Duration;
 use hw_arm64::esr::class;
 use hw_arm64::psci;
@@ -20,9 +22,10 @@ pub(crate) struct ScriptVcpu {
     general: [u64; 31],
     pc: u64,
     state: u64,
-    system: [u64; 8],
+    system: [u64; 11],
     virqs: Vec<Virq>,
     affinity: Option<u64>,
+    width: Width,
     /// Random byte of the host, if it has any, and failure of its source for more than none.
     random: Option<u8>,
     pub(crate) fails: bool,
@@ -77,8 +80,8 @@ impl Arm64Vcpu for ScriptVcpu {
     fn set_system(&mut self, register: System, value: u64) {
         self.system[register as usize] = value;
     }
-    fn reset(&mut self, affinity: u64) {
-        self.affinity = Some(affinity);
+    fn reset(&mut self, affinity: u64, width: Width) {
+        (self.affinity, self.width) = (Some(affinity), width);
     }
     fn has_room(&mut self) -> bool {
         self.virqs.len() < 2
@@ -195,7 +198,7 @@ fn bus() -> ScriptBus {
 /// Runs a vCPU that makes these exits until it ends by an error of the host.
 fn run(vcpu: &mut ScriptVcpu, bus: &mut ScriptBus, exits: &[Exit]) -> StopReason {
     vcpu.exits.extend(exits);
-    VcpuLoop::new(0).run(vcpu, bus)
+    VcpuLoop::new(0, Width::Bits64).run(vcpu, bus)
 }
 
 const STOPPED: StopReason = StopReason::End(Outcome::HostError(7));

@@ -2,7 +2,7 @@ use super::*;
 use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
-use vmm_arm64::{Sgis, Virq};
+use vmm_arm64::{Sgis, Virq, Width};
 use vmm_mem::testing;
 
 #[derive(Default)]
@@ -132,6 +132,7 @@ fn config() -> VirtConfig {
         start_unix: Duration::from_secs(100),
         start: START,
         gic: Version::V3,
+        width: Width::Bits64,
     }
 }
 
