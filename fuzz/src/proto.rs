@@ -280,6 +280,7 @@ fn example_start() -> Vec<u8> {
             vtlb: None,
             xcr0_mask: 7,
             gicv2: false,
+            aarch32: false,
             seed: Some([3; 32]),
             attachments,
             id: 1,
