@@ -36,10 +36,15 @@ pub fn least_memory(
 /// # Errors
 /// It cannot be unpacked ([`packed::unpack`]).
 pub fn unpack(architecture: Architecture, kernel: &[u8]) -> Result<Option<Vec<u8>>, String> {
-    match architecture {
-        Architecture::X86 => Ok(None),
-        Architecture::Arm64 => packed::unpack(kernel),
+    match unpacks_itself(architecture) {
+        true => Ok(None),
+        false => packed::unpack(kernel),
     }
+}
+
+/// Returns whether compressed kernels for this architecture unpack themselves.
+pub const fn unpacks_itself(architecture: Architecture) -> bool {
+    matches!(architecture, Architecture::X86)
 }
 
 /// Returns the remedy for a file that is no kernel.

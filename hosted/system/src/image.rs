@@ -178,6 +178,9 @@ fn unpack_kernels(
     files: &mut [VmFiles],
     staging: &Path,
 ) -> Result<(), Failure> {
+    if guest::unpacks_itself(architecture) {
+        return Ok(());
+    }
     let mut unpacked: BTreeMap<PathBuf, PathBuf> = BTreeMap::new();
     for files in files {
         if let Some(known) = unpacked.get(&files.kernel) {
