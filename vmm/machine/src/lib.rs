@@ -29,6 +29,7 @@ mod interrupts;
 pub mod layout;
 mod once;
 mod pc;
+mod pci;
 #[cfg(feature = "load")]
 pub mod registers;
 mod virt;

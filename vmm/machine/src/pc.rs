@@ -43,7 +43,6 @@ use crate::interrupts::{CHIPS, Chip, ChipEnv, InterruptRouter};
 use crate::once::Once;
 use crate::{Host, PcConfig, layout};
 use cpu_bus::CpuBus;
-use pci_access::Windows;
 
 mod access;
 mod cpu_bus;
@@ -105,7 +104,7 @@ const FOUR_GIB: u64 = 1 << 32;
 pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
     machine: SpinMutex<Machine<CPUS>, R>,
-    windows: SpinMutex<Windows, R>,
+    windows: SpinMutex<crate::pci::Windows, R>,
     functions: P,
     /// vCPU that the last interrupt of each function went to.
     targets: [AtomicU8; MAX_FUNCTIONS],
@@ -289,7 +288,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         Self {
             fixed: fixed(cpuid),
             machine: SpinMutex::new(machine()),
-            windows: SpinMutex::new(Windows::default()),
+            windows: SpinMutex::default(),
             functions,
             targets: [const { AtomicU8::new(0) }; _],
         }

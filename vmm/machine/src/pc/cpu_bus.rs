@@ -13,6 +13,7 @@ use vmm_x86::{Acknowledged, DecodedControl, Interrupts, IoExit, PcPlatform, Unkn
 
 use super::{Pc, PcBoard};
 use crate::functions::Functions;
+use crate::pci::PciBoard;
 use crate::{Host, hypercalls};
 
 /// The board as seen by one vCPU while it runs.

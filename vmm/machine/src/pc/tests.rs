@@ -1,7 +1,7 @@
 //! Scripts for the board.
 
-use super::pci_access::parts;
 use super::*;
+use crate::pci::parts;
 use core::fmt;
 use core::time::Duration;
 use std::string::{String, ToString};
