@@ -9,8 +9,11 @@ use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use tempfile::NamedTempFile;
 
 /// Source of packages for another architecture.
 const SOURCE: &str = "deb http://deb.debian.org/debian bookworm main\n";
@@ -36,7 +39,7 @@ impl Apt {
         for path in [lists.join(partial), archives.join("archives").join(partial)] {
             fs::create_dir_all(&path).file_error("create the folder", &path)?;
         }
-        fs::write(&source, SOURCE).file_error("write", &source)?;
+        write_source(&source)?;
         let name = architecture.debian();
         let shown = |path: &Path| path.display().to_string();
         let settings = [
@@ -117,6 +120,21 @@ impl Apt {
     }
 }
 
+/// Writes the file of sources unless it is there. Whole: another process may read it now, and apt
+/// knows no packages without a source.
+fn write_source(path: &Path) -> Result<(), Failure> {
+    if fs::read(path).is_ok_and(|bytes| bytes == SOURCE.as_bytes()) {
+        return Ok(());
+    }
+    let folder = path.parent().unwrap_or(path);
+    let written = NamedTempFile::new_in(folder).and_then(|mut file| {
+        file.write_all(SOURCE.as_bytes())?;
+        fs::set_permissions(file.path(), fs::Permissions::from_mode(0o644))?;
+        Ok(file.persist(path)?)
+    });
+    written.map(drop).file_error("write", path)
+}
+
 /// Returns whether lists of packages have been fetched into the folder `lists`.
 fn has_packages(lists: &Path) -> Result<bool, Failure> {
     let entries = fs::read_dir(lists).file_error("read", lists)?;
@@ -163,4 +181,24 @@ pub(super) fn run(
         "check the network and run `apt-get update`, or use a file in the description instead of \
          \"debian\" or \"busybox\"",
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt as _;
+
+    #[test]
+    fn a_reader_never_finds_an_empty_list_of_sources() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("sources.list");
+        let inode = || fs::metadata(&path).expect("a file").ino();
+        fs::write(&path, "deb of an earlier version\n").expect("written");
+        let reader = fs::File::open(&path).expect("a file");
+        write_source(&path).expect("written");
+        assert_eq!(std::io::read_to_string(reader).expect("text"), "deb of an earlier version\n");
+        let first = inode();
+        write_source(&path).expect("written");
+        assert_eq!((inode(), fs::read_to_string(&path).expect("text")), (first, SOURCE.to_owned()));
+    }
 }
