@@ -277,6 +277,7 @@ fn example_start() -> Vec<u8> {
             on_reset: proto::system::OnReset::Reset,
             kvmclock: false,
             virtio_console: true,
+            transport: proto::system::VirtioTransport::Mmio,
             vtlb: None,
             xcr0_mask: 7,
             gicv2: false,
@@ -337,6 +338,7 @@ fn example_system() -> Vec<u8> {
         on_reset: OnReset::Exit,
         kvmclock: true,
         virtio_console: false,
+        transport: proto::system::VirtioTransport::Pci,
         vtlb: Some(proto::vtlb::Vtlb {
             pool: 16,
             rung: proto::vtlb::Rung::Cache,

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::channel::{End, MAX_SIZE, MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
-use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset};
+use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset, VirtioTransport};
 use crate::vtlb::Vtlb;
 
 /// Address of the start page; also the first argument of the task.
@@ -266,6 +266,8 @@ pub struct Vmm<'a> {
     pub kvmclock: bool,
     /// The guest also has the console as a virtio device, after all other devices.
     pub virtio_console: bool,
+    /// Transport of the guest's virtio devices.
+    pub transport: VirtioTransport,
     /// vTLB; `None`: nested paging.
     pub vtlb: Option<Vtlb>,
     /// `XCR0` bits that the guest may enable.
@@ -350,6 +352,7 @@ mod tests {
                 on_reset: OnReset::Reset,
                 kvmclock: true,
                 virtio_console: true,
+                transport: VirtioTransport::Pci,
                 vtlb: Some(Vtlb {
                     pool: u32::MAX,
                     rung: crate::vtlb::Rung::InvalidatePage,

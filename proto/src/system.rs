@@ -205,6 +205,8 @@ pub struct Vm<'a> {
     pub kvmclock: bool,
     /// The guest also has the console as a virtio device.
     pub virtio_console: bool,
+    /// Transport of the guest's virtio devices.
+    pub transport: VirtioTransport,
     /// vTLB; `None`: nested paging.
     pub vtlb: Option<Vtlb>,
     /// Essential: the system ends when all essential VMs and tasks have ended.
@@ -260,6 +262,16 @@ pub enum OnReset {
     Exit,
     /// The VM restarts.
     Reset,
+}
+
+/// Transport of a guest's virtio devices: the way by which it finds them and they interrupt it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum VirtioTransport {
+    /// Functions of a PCI bus, with interrupt messages.
+    #[default]
+    Pci,
+    /// Registers at fixed addresses, with an interrupt line each; not on a PC.
+    Mmio,
 }
 
 /// A native program that `root` starts.
@@ -359,6 +371,7 @@ mod tests {
                 on_reset: OnReset::Exit,
                 kvmclock: true,
                 virtio_console: true,
+                transport: VirtioTransport::Mmio,
                 vtlb: Some(Vtlb {
                     pool: 256,
                     rung: crate::vtlb::Rung::Asid,

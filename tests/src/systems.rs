@@ -79,6 +79,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         arm64::arm64_scenarios(),
         arm64::arm64_devices(),
         arm64::arm64_gicv2(is_long),
+        arm64::arm64_mmio(),
         arm64::arm64_refused_devices(),
         arm64::arm64_without_vhe(is_long),
         arm32::arm32_scenarios(is_long),

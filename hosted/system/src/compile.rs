@@ -115,6 +115,7 @@ fn compile_vm<'a>(
         },
         kvmclock: vm.kvmclock,
         virtio_console: vm.virtio_console,
+        transport: vm.transport,
         vtlb: vm.vtlb,
         essential: vm.essential,
         template: vm.template,

@@ -195,6 +195,8 @@ pub struct Vm {
     /// The guest has the console as a virtio device, too (`hvc0` in Linux).
     #[serde(default)]
     pub virtio_console: bool,
+    /// Transport of virtio devices: `pci` (the default), or `mmio` on board `qemu-virt`.
+    pub transport: Option<Spanned<GuestTransport>>,
     /// VMM binary that replaces Parador's.
     pub vmm: Option<Spanned<String>>,
     /// 0 to 63.
@@ -298,6 +300,16 @@ pub enum OnReset {
     Exit,
     /// Restart the VM.
     Reset,
+}
+
+/// Transport of a guest's virtio devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GuestTransport {
+    /// Functions of a PCI bus, with interrupt messages.
+    Pci,
+    /// Registers at fixed addresses.
+    Mmio,
 }
 
 /// Sign by which a vTLB finds page tables that the guest has written.

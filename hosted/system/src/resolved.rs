@@ -139,6 +139,7 @@ pub struct ResolvedVm {
     pub(crate) on_reset: OnReset,
     pub(crate) kvmclock: bool,
     pub(crate) virtio_console: bool,
+    pub(crate) transport: compiled::VirtioTransport,
     /// vTLB; `None`: nested paging.
     pub vtlb: Option<Vtlb>,
     pub(crate) essential: bool,

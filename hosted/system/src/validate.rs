@@ -20,7 +20,7 @@ mod servers;
 use crate::attach::ServerDevice;
 use crate::channels;
 use crate::cpu_time::Budget;
-use crate::description::{self, Board, Console, Description};
+use crate::description::{self, Board, Console, Description, GuestTransport};
 use crate::resolved::{
     InitrdSource, KernelSource, ResolvedServer, ResolvedSystem, ResolvedTask, ResolvedVm, Source,
 };
@@ -279,6 +279,7 @@ impl Validator<'_> {
             on_reset: vm.on_reset,
             kvmclock: vm.kvmclock.unwrap_or(true),
             virtio_console: vm.virtio_console,
+            transport: self.transport(vm.transport.as_ref()),
             vtlb,
             essential: vm.essential.unwrap_or(!vm.template),
             template: vm.template,
@@ -300,6 +301,19 @@ impl Validator<'_> {
                 request.vcpus
             );
             self.problems.push(Problem::new(request.span.clone(), message));
+        }
+    }
+
+    /// Returns the transport of virtio devices.
+    fn transport(&mut self, given: Option<&Spanned<GuestTransport>>) -> compiled::VirtioTransport {
+        match given.map(|given| (given.span(), *given.get_ref())) {
+            Some((span, GuestTransport::Mmio)) if self.architecture != Architecture::Arm64 => {
+                let problem = Problem::new(span, "a PC has no virtio devices with transport mmio");
+                self.problems.push(problem.help("use \"pci\", or `board = \"qemu-virt\"`"));
+                compiled::VirtioTransport::Pci
+            }
+            Some((_, GuestTransport::Mmio)) => compiled::VirtioTransport::Mmio,
+            Some((_, GuestTransport::Pci)) | None => compiled::VirtioTransport::Pci,
         }
     }
 

@@ -1,6 +1,8 @@
-//! Generic Interrupt Controller, version 3: Arm IHI 0069. Version 2: [`v2`].
+//! Generic Interrupt Controller, version 3: Arm IHI 0069. Version 2: [`v2`]; interrupt messages for
+//! both: [`v2m`].
 
 pub mod v2;
+pub mod v2m;
 
 use crate::esr::system_register;
 

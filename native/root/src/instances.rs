@@ -84,6 +84,7 @@ pub mod tests {
             on_reset: OnReset::Exit,
             kvmclock: true,
             virtio_console: false,
+            transport: proto::system::VirtioTransport::Pci,
             vtlb: None,
             essential: true,
             template,

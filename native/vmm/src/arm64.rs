@@ -11,6 +11,7 @@ use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time, warn};
 use proto::control::code;
 use proto::start::{RangeKind, Start, Vmm};
+use proto::system::VirtioTransport;
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
 use vmm_arm64::{Arm64Vcpu as _, StartRequest, System, Width};
@@ -34,6 +35,14 @@ const _: () = assert!(layout::CPU_INTERFACE == CPU_INTERFACE);
 const _: () = assert!(v2::cpu_interface::LENGTH == CPU_INTERFACE_LENGTH);
 /// The board.
 pub type GuestBoard<'m> = Virt<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
+
+/// Way to the guest's virtio devices.
+pub fn bus(plan: &Vmm) -> GuestBus {
+    match plan.transport {
+        VirtioTransport::Pci => GuestBus::Pci,
+        VirtioTransport::Mmio => GuestBus::Fixed,
+    }
+}
 
 /// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
 pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -86,6 +95,7 @@ pub fn load(
     }
     let node = |slot| match devices?.model(slot)? {
         Model::Channel(info) => Some(SlotNode::Channel(info.number)),
+        _ if plan.transport == VirtioTransport::Pci => Some(SlotNode::Pci),
         _ => Some(SlotNode::Virtio),
     };
     let slots: [_; layout::MAX_SLOTS] = core::array::from_fn(node);
@@ -139,6 +149,7 @@ pub fn create_board<'m>(
         start,
         gic: gic_version(plan),
         width,
+        bus: bus(plan),
     };
     GuestBoard::new(config, memory, devices)
 }

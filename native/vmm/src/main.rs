@@ -95,7 +95,7 @@ fn main(start: &Start<'static>) -> u64 {
 /// Connects at most `N` devices and runs the VM; returns its exit code.
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
-    let mut devices = DeviceSlots::<N>::new();
+    let mut devices = DeviceSlots::<N>::on(platform::bus(plan));
     let opened = devices::open(&mut devices, start, plan);
     let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
     match opened.and_then(|()| devices::open_console(&mut devices, plan)) {

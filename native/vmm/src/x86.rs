@@ -34,6 +34,11 @@ pub const CHANNEL_WINDOWS: (u64, u64) =
 /// The board.
 pub type GuestBoard<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
 
+/// Way to the guest's virtio devices: all are on PCI.
+pub fn bus(_: &Vmm) -> GuestBus {
+    GuestBus
+}
+
 /// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
 pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
     vmm_boot::ram_ranges(bytes, vmm_machine::layout().hole_start)

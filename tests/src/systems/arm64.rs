@@ -120,6 +120,18 @@ pub fn arm64_gicv2(is_long: bool) -> Vec<Scenario> {
     wanted.map(on_gicv2).collect()
 }
 
+/// Disks and networks at fixed addresses instead of PCI.
+pub fn arm64_mmio() -> Vec<Scenario> {
+    let all = server_scenarios();
+    let scenario = all.into_iter().find(|scenario| scenario.name == "linux-disk-and-network");
+    let scenario = scenario.expect("it is one of them");
+    let disk = "disk = [\"blk0:part1\"]\n";
+    let system = scenario.system.replace(disk, &format!("{disk}transport = \"mmio\"\n"));
+    assert_ne!(system, scenario.system);
+    let backends = &[Backend::NativeArm64Vhe];
+    vec![Scenario { name: "disk-and-network-by-mmio", backends, cpus: &[1], system, ..scenario }]
+}
+
 /// Processors without VHE: QEMU's arguments.
 const A53: &[&str] = &["-cpu", "cortex-a53"];
 const A57: &[&str] = &["-cpu", "cortex-a57"];

@@ -1,6 +1,6 @@
 //! VMs with Linux, and the emulated machine itself.
 
-use super::{base, linux};
+use super::{BOTH_ARCHITECTURES, base, linux};
 use crate::scenario::{Scenario, Step};
 use crate::system::Machine;
 
@@ -106,6 +106,7 @@ pub fn linux_scenarios() -> Vec<Scenario> {
         Scenario {
             // Two ways to one console: keys go to the one that was written to last.
             cpus: &[1, 2],
+            backends: BOTH_ARCHITECTURES,
             steps: vec![
                 Step::Console(" # "),
                 Step::Type(

@@ -6,11 +6,13 @@
 //! |---|---|---|
 //! | [`DISTRIBUTOR`], [`REDISTRIBUTORS`] | GICv3 | |
 //! | [`DISTRIBUTOR`], [`CPU_INTERFACE`] | or GICv2 | |
+//! | [`MESSAGES`] | GICv2m frame for both | [`FIRST_MESSAGE`] and the following ones |
 //! | [`UART`] | PL011 | [`UART_INTERRUPT`] |
 //! | [`CLOCK`] | PL031 | |
 //! | [`BUTTON`] | power button, a virtio device | [`BUTTON_INTERRUPT`] |
 //! | [`device`] | devices in slots: virtio, channels to other VMs | [`device_interrupt`] |
 //! | [`channel_memory`] | memory of channels, and the shares of their peers | |
+//! | [`PCI_WINDOW`], [`ECAM`] | PCI, if the devices in slots are on it | messages |
 //! | [`RAM`] | RAM, whose last [`STOLEN_TIME_LENGTH`] bytes are records of stolen time | |
 
 #[cfg(feature = "load")]
@@ -37,6 +39,13 @@ pub const CPU_INTERFACE: u64 = 0x801_0000;
 pub const REDISTRIBUTORS: u64 = 0x80a_0000;
 /// Length of these.
 pub const REDISTRIBUTORS_LENGTH: u64 = 0x10_0000;
+/// Registers of the frame for interrupt messages.
+pub const MESSAGES: u64 = 0x802_0000;
+/// First interrupt by message.
+pub const FIRST_MESSAGE: u32 = 80;
+/// Number of interrupts by message.
+pub const MESSAGE_COUNT: u32 = 48;
+const _: () = assert!(DEVICES_INTERRUPT + SLOT_INTERRUPTS * MAX_SLOTS as u32 <= FIRST_MESSAGE);
 /// Registers of the UART.
 pub const UART: u64 = 0x900_0000;
 /// Interrupt of the UART.
@@ -65,7 +74,16 @@ pub const CHANNEL_SHARES_LENGTH: u64 = 0x10_0000;
 /// Maximum number of channels.
 pub const MAX_CHANNELS: u64 = 4;
 const _: () = assert!(CHANNEL_SHARES + CHANNEL_SHARES_LENGTH <= CHANNEL_STRIDE);
-const _: () = assert!(CHANNELS + MAX_CHANNELS * CHANNEL_STRIDE <= RAM);
+const _: () = assert!(CHANNELS + MAX_CHANNELS * CHANNEL_STRIDE <= PCI_WINDOW);
+/// Windows of PCI functions.
+pub const PCI_WINDOW: u64 = 0x2000_0000;
+/// Bytes for windows of PCI functions.
+pub const PCI_WINDOW_LENGTH: u64 = 0x1000_0000;
+/// Memory-mapped configuration space of PCI, one bus.
+pub const ECAM: u64 = 0x3f00_0000;
+/// Length of this.
+pub const ECAM_LENGTH: u64 = 1 << 20;
+const _: () = assert!(PCI_WINDOW + PCI_WINDOW_LENGTH <= ECAM && ECAM + ECAM_LENGTH <= RAM);
 /// Start of RAM.
 pub const RAM: u64 = 0x4000_0000;
 /// Length of the memory at the end of RAM for records of stolen time, which is not in the device
@@ -99,6 +117,8 @@ pub const fn channel_memory(number: u8) -> u64 {
 pub enum SlotNode {
     /// Virtio device with MMIO transport.
     Virtio,
+    /// Function of the PCI bus.
+    Pci,
     /// Side of the channel with this number.
     Channel(u8),
 }
@@ -119,6 +139,9 @@ mod load {
     /// Handles of nodes.
     const GIC: u32 = 1;
     const APB_CLOCK: u32 = 2;
+    const MSI: u32 = 3;
+    /// PCI: kind of an address, in the first of its three cells (memory with 32 bits).
+    const PCI_MEMORY: u32 = 0x200_0000;
     /// Kinds and flags of interrupts in the device tree.
     const SHARED: u32 = 0;
     const PRIVATE: u32 = 1;
@@ -279,8 +302,11 @@ mod load {
                     virtio(&mut to, device(slot), slot_interrupt(slot, 0))?;
                 }
                 Some(SlotNode::Channel(number)) => channel(&mut to, slot, *number)?,
-                None => {}
+                Some(SlotNode::Pci) | None => {}
             }
+        }
+        if boot.slots.contains(&Some(SlotNode::Pci)) {
+            pci(&mut to)?;
         }
         to.end_node(root).ok()?;
         to.finish().ok()
@@ -331,6 +357,9 @@ mod load {
         to.property_u32("#interrupt-cells", 3).ok()?;
         to.property_array_u64("reg", &registers).ok()?;
         to.property_phandle(GIC).ok()?;
+        if boot.slots.contains(&Some(SlotNode::Pci)) {
+            messages(to)?;
+        }
         to.end_node(node).ok()?;
 
         let node = to.begin_node("timer").ok()?;
@@ -366,6 +395,37 @@ mod load {
         to.property_string("compatible", "virtio,mmio").ok()?;
         to.property_array_u64("reg", &[base, PAGE]).ok()?;
         to.property_array_u32("interrupts", &interrupt).ok()?;
+        to.property_null("dma-coherent").ok()?;
+        to.end_node(node).ok()
+    }
+
+    /// The frame for interrupt messages, whose addresses are those of its parent's parent.
+    fn messages(to: &mut FdtWriter) -> Option<()> {
+        to.property_u32("#address-cells", 2).ok()?;
+        to.property_u32("#size-cells", 2).ok()?;
+        to.property_null("ranges").ok()?;
+        let node = to.begin_node(&alloc::format!("v2m@{MESSAGES:x}")).ok()?;
+        to.property_string("compatible", gic::v2m::COMPATIBLE).ok()?;
+        to.property_null("msi-controller").ok()?;
+        to.property_array_u64("reg", &[MESSAGES, gic::v2m::LENGTH]).ok()?;
+        to.property_phandle(MSI).ok()?;
+        to.end_node(node).ok()
+    }
+
+    /// The host bridge, a bus with memory windows only (PCI Bus Binding to IEEE 1275).
+    fn pci(to: &mut FdtWriter) -> Option<()> {
+        let node = to.begin_node(&alloc::format!("pcie@{ECAM:x}")).ok()?;
+        to.property_string("compatible", "pci-host-ecam-generic").ok()?;
+        to.property_string("device_type", "pci").ok()?;
+        to.property_u32("#address-cells", 3).ok()?;
+        to.property_u32("#size-cells", 2).ok()?;
+        to.property_array_u64("reg", &[ECAM, ECAM_LENGTH]).ok()?;
+        to.property_array_u32("bus-range", &[0, 0]).ok()?;
+        to.property_u32("linux,pci-domain", 0).ok()?;
+        let (window, length) = (PCI_WINDOW as u32, PCI_WINDOW_LENGTH as u32);
+        // Address on the bus, address of the CPU, length.
+        to.property_array_u32("ranges", &[PCI_MEMORY, 0, window, 0, window, 0, length]).ok()?;
+        to.property_u32("msi-parent", MSI).ok()?;
         to.property_null("dma-coherent").ok()?;
         to.end_node(node).ok()
     }
@@ -501,6 +561,22 @@ mod load {
                 let cells = timer.property("interrupts").expect("a property");
                 assert_eq!(cells[8..12], trigger.to_be_bytes());
             }
+        }
+
+        #[test]
+        fn the_tree_describes_pci() {
+            let (memory, kernel) = (testing::memory(&[(RAM, 8 << 20)]), kernel());
+            let boot = VirtBoot { slots: &[Some(SlotNode::Pci)], ..boot(&kernel) };
+            let start = load(&memory, &boot).expect("loads");
+            let mut bytes = vec![0; 1 << 20];
+            memory.read_slice(start.tree, &mut bytes).expect("in memory");
+            let fdt = Fdt::parse(&bytes).expect("a tree");
+            let bridge = fdt.node("/pcie@3f000000").expect("a node");
+            assert!(bridge.is_compatible("pci-host-ecam-generic"));
+            let frame = fdt.node("/intc/v2m").expect("a node");
+            assert_eq!(frame.ranges().next(), Some((MESSAGES, PAGE)));
+            assert_eq!(bridge.number("msi-parent"), frame.number("phandle"));
+            assert!(fdt.node("/virtio_mmio@a000000").is_none());
         }
 
         #[test]

@@ -154,7 +154,7 @@ pub enum Model {
 }
 
 /// The way by which a guest reaches the devices in slots.
-pub trait Bus {
+pub trait Bus: Copy {
     /// A device in a slot, without its type.
     type Device: ?Sized + 'static;
     /// A virtio device.
@@ -163,9 +163,9 @@ pub trait Bus {
     type Channel;
 
     /// Creates a virtio device in its power-on state for a slot.
-    fn virtio<D: VirtioDevice + 'static>(device: D, slot: usize) -> Self::Virtio<D>;
+    fn virtio<D: VirtioDevice + 'static>(self, device: D, slot: usize) -> Self::Virtio<D>;
     /// Creates the side of a channel in its power-on state for a slot.
-    fn channel(info: ChannelInfo, slot: usize) -> Self::Channel;
+    fn channel(self, info: ChannelInfo, slot: usize) -> Self::Channel;
     /// Returns the virtio device without its type.
     fn of_virtio<D: VirtioDevice + 'static>(device: &mut Self::Virtio<D>) -> &mut Self::Device;
     /// Returns the side of a channel without its type.
@@ -175,6 +175,7 @@ pub trait Bus {
 }
 
 /// The bus PCI; its guest chooses the addresses of devices.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PciBus;
 
 impl Bus for PciBus {
@@ -182,11 +183,11 @@ impl Bus for PciBus {
     type Virtio<D: VirtioDevice + 'static> = Pci<D>;
     type Channel = channel::Channel;
 
-    fn virtio<D: VirtioDevice + 'static>(device: D, slot: usize) -> Pci<D> {
+    fn virtio<D: VirtioDevice + 'static>(self, device: D, slot: usize) -> Pci<D> {
         Pci::new(device, window_base(slot))
     }
 
-    fn channel(info: ChannelInfo, slot: usize) -> channel::Channel {
+    fn channel(self, info: ChannelInfo, slot: usize) -> channel::Channel {
         let memory = layout::channel_memory(info.number);
         let shares = memory + layout::CHANNEL_SHARES;
         channel::Channel::new(info, window_base(slot), memory, shares)
@@ -225,18 +226,18 @@ enum SlotDevice<B: Bus> {
 
 impl<B: Bus> SlotDevice<B> {
     /// Creates the device in its power-on state.
-    fn new(model: Model, slot: usize) -> Self {
+    fn new(bus: B, model: Model, slot: usize) -> Self {
         match model {
-            Model::Block(info) => Self::Block(B::virtio(Blk::new(info), slot)),
-            Model::Net(info) => Self::Net(B::virtio(NetCard::new(info), slot)),
-            Model::Console => Self::Console(B::virtio(Console::new(), slot)),
+            Model::Block(info) => Self::Block(bus.virtio(Blk::new(info), slot)),
+            Model::Net(info) => Self::Net(bus.virtio(NetCard::new(info), slot)),
+            Model::Console => Self::Console(bus.virtio(Console::new(), slot)),
             #[cfg(feature = "ports")]
-            Model::Ports => Self::Ports(B::virtio(Ports::new(), slot)),
-            Model::Entropy => Self::Entropy(B::virtio(Entropy::new(), slot)),
-            Model::Balloon => Self::Balloon(B::virtio(balloon::Balloon::new(), slot)),
-            Model::P9(tag) => Self::P9(B::virtio(P9::new(tag), slot)),
-            Model::Vsock(cid) => Self::Vsock(B::virtio(Vsock::new(cid), slot)),
-            Model::Channel(info) => Self::Channel(B::channel(info, slot)),
+            Model::Ports => Self::Ports(bus.virtio(Ports::new(), slot)),
+            Model::Entropy => Self::Entropy(bus.virtio(Entropy::new(), slot)),
+            Model::Balloon => Self::Balloon(bus.virtio(balloon::Balloon::new(), slot)),
+            Model::P9(tag) => Self::P9(bus.virtio(P9::new(tag), slot)),
+            Model::Vsock(cid) => Self::Vsock(bus.virtio(Vsock::new(cid), slot)),
+            Model::Channel(info) => Self::Channel(bus.channel(info, slot)),
         }
     }
 
@@ -259,6 +260,7 @@ impl<B: Bus> SlotDevice<B> {
 /// Up to `N` devices, at most [`MAX_FUNCTIONS`], each with a back end of type `O`. Threads wait for
 /// the lock of a device with strategy `R`. The guest reaches them by `B`.
 pub struct Slots<O, const N: usize, R = Spin, B: Bus = PciBus> {
+    bus: B,
     slots: [Slot<O, R, B>; N],
 }
 
@@ -268,7 +270,7 @@ struct Slot<O, R, B: Bus> {
     device: SpinMutex<Option<(SlotDevice<B>, O)>, R>,
 }
 
-impl<O, const N: usize, R, B: Bus> Default for Slots<O, N, R, B> {
+impl<O, const N: usize, R, B: Bus + Default> Default for Slots<O, N, R, B> {
     fn default() -> Self {
         Self::new()
     }
@@ -276,11 +278,21 @@ impl<O, const N: usize, R, B: Bus> Default for Slots<O, N, R, B> {
 
 impl<O, const N: usize, R, B: Bus> Slots<O, N, R, B> {
     /// Creates empty slots; on PCI, a bus with only the host bridge.
+    #[inline(always)]
+    pub fn new() -> Self
+    where
+        B: Default,
+    {
+        Self::on(B::default())
+    }
+
+    /// The same with this bus.
     // Inlined, to be built in place: it is large, and stacks are small.
     #[inline(always)]
-    pub fn new() -> Self {
+    pub fn on(bus: B) -> Self {
         const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
-        Self { slots: core::array::from_fn(|_| Slot { model: None, device: SpinMutex::new(None) }) }
+        let slots = core::array::from_fn(|_| Slot { model: None, device: SpinMutex::new(None) });
+        Self { bus, slots }
     }
 
     /// Adds a device in the next free slot and returns the slot's index; without a free slot,
@@ -288,10 +300,10 @@ impl<O, const N: usize, R, B: Bus> Slots<O, N, R, B> {
     pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
         let is_free = |slot: &Slot<O, R, B>| slot.model.is_none();
         let Some(index) = self.slots.iter().position(is_free) else { return Err(backend) };
-        let slot = &mut self.slots[index];
+        let (bus, slot) = (self.bus, &mut self.slots[index]);
         slot.model = Some(model);
         // Built in place, too.
-        slot.device.get_mut().get_or_insert_with(|| (SlotDevice::new(model, index), backend));
+        slot.device.get_mut().get_or_insert_with(|| (SlotDevice::new(bus, model, index), backend));
         Ok(index)
     }
 }
@@ -334,7 +346,7 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy, B: Bus> Functions<B::De
             let (Some(model), Some((device, backend))) = (*model, &mut *device.lock()) else {
                 continue;
             };
-            *device = SlotDevice::new(model, index);
+            *device = SlotDevice::new(self.bus, model, index);
             match backend.get() {
                 BackendRef::Block(block) => block.forget(),
                 BackendRef::Messages(messages) => messages.forget(),

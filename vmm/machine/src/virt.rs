@@ -5,9 +5,11 @@
 //! slots ([`slots`]), which have one each; it is held while a device works, and not while the guest
 //! runs. A thread that creates an event for another vCPU kicks it.
 
+mod pci_access;
 mod slots;
 
 use core::fmt;
+use core::ops::Range;
 use core::time::Duration;
 
 use hw_arm64::gic::{SoftwareInterrupt, Version, distributor, redistributor, v2};
@@ -17,18 +19,20 @@ use spin::relax::{RelaxStrategy, Spin};
 use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Width};
 use vmm_boot::virt as layout;
 use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
-use vmm_dev::arm64::gic::Gic;
+use vmm_dev::arm64::gic::{Gic, v2m};
 use vmm_dev::arm64::pl011::Pl011;
 use vmm_dev::arm64::pl031::Pl031;
+use vmm_dev::pci::Bridge;
 use vmm_dev::virtio::input::PowerButton;
 use vmm_dev::virtio::mmio::Mmio;
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome, Platform, Signals, StopReason};
 
 use crate::functions::Functions;
+use crate::pci::Windows;
 use crate::{Counters, Host, Level, Once};
 
-pub use slots::VirtBus;
+pub use slots::{VirtBus, VirtDevice};
 
 /// Configuration of the board.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +49,8 @@ pub struct VirtConfig {
     pub gic: Version,
     /// Kind of all vCPUs.
     pub width: Width,
+    /// Way to the virtio devices in slots, as they were created.
+    pub bus: VirtBus,
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
@@ -53,6 +59,7 @@ pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
     devices: SpinMutex<Devices<CPUS>, R>,
     functions: P,
+    windows: SpinMutex<Windows, R>,
 }
 
 /// Constant state of a running VM.
@@ -62,6 +69,7 @@ struct Fixed<'m> {
     start_unix: Duration,
     vcpus: usize,
     width: Width,
+    bus: VirtBus,
 }
 
 /// Power of a vCPU.
@@ -93,6 +101,9 @@ struct Devices<const CPUS: usize> {
     timers: [Nanos; layout::MAX_SLOTS],
     /// CPU 0 does not know the next of these deadlines yet.
     is_rearmed: bool,
+    bridge: Bridge,
+    /// Interrupt of the last message of each slot's device; 0: it has sent none.
+    messages: [u32; layout::MAX_SLOTS],
 }
 
 /// Effects of devices beside their interrupts.
@@ -109,6 +120,7 @@ struct Effects {
 enum Chip {
     Distributor,
     Redistributors,
+    Messages,
     Uart,
     Clock,
     Button,
@@ -120,6 +132,7 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
     let regions = [
         (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
         (layout::REDISTRIBUTORS, layout::REDISTRIBUTORS_LENGTH, Chip::Redistributors),
+        (layout::MESSAGES, hw_arm64::gic::v2m::LENGTH, Chip::Messages),
         (layout::UART, layout::PAGE, Chip::Uart),
         (layout::CLOCK, layout::PAGE, Chip::Clock),
         (layout::BUTTON, layout::PAGE, Chip::Button),
@@ -128,10 +141,13 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
     regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))
 }
 
+/// Interrupts by message.
+const MESSAGES: Range<u32> = layout::FIRST_MESSAGE..layout::FIRST_MESSAGE + layout::MESSAGE_COUNT;
+
 const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
 const _: () = assert!(MAX_VCPUS <= v2::MAX_CPUS);
 
-impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m, R, CPUS, P> {
+impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt<'m, R, CPUS, P> {
     /// Creates the board in its power-on state with these devices in slots; the caller has filled
     /// guest memory.
     pub fn new(config: VirtConfig, memory: &'m GuestMemory, functions: P) -> Self {
@@ -140,9 +156,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
-        let VirtConfig { clock, start_unix, gic, width, .. } = config;
+        let VirtConfig { clock, start_unix, gic, width, bus, .. } = config;
         Self {
-            fixed: Fixed { memory, clock, start_unix, vcpus, width },
+            fixed: Fixed { memory, clock, start_unix, vcpus, width, bus },
             devices: SpinMutex::new(Devices {
                 gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),
@@ -160,8 +176,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
                 stale: 0,
                 timers: [NEVER; layout::MAX_SLOTS],
                 is_rearmed: false,
+                bridge: Bridge::new(),
+                messages: [0; layout::MAX_SLOTS],
             }),
             functions,
+            windows: SpinMutex::default(),
         }
     }
 
@@ -190,10 +209,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
     }
 
     /// Returns the vCPU to notify of completions for the device in a slot: that with the interrupt
-    /// of its queues. The first one, if the guest has routed it to none.
+    /// of its queues, or of its last message. The first one, if the guest has routed it to none.
     pub fn target(&self, slot: usize) -> usize {
-        let interrupt = layout::device_interrupt(slot, 0);
-        self.devices.lock().gic.target(interrupt).unwrap_or(0)
+        let devices = self.devices.lock();
+        let last = devices.messages.get(slot).copied().filter(|&number| number != 0);
+        devices.gic.target(last.unwrap_or(layout::device_interrupt(slot, 0))).unwrap_or(0)
     }
 
     /// Presses the power button: requests a shutdown of the guest.
@@ -323,6 +343,7 @@ impl<const CPUS: usize> Devices<CPUS> {
         match chip {
             Chip::Distributor => self.gic.read_distributor(self.accessing, access),
             Chip::Redistributors => self.gic.read_redistributor(access),
+            Chip::Messages => v2m::read(&MESSAGES, access),
             Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
             Chip::Button => self.with_button(of, |button, env| button.read(access, env)),
             Chip::Clock => {
@@ -343,6 +364,11 @@ impl<const CPUS: usize> Devices<CPUS> {
             Chip::Redistributors => {
                 self.gic.write_redistributor(access, value);
                 self.pass_settings(self.gic.changed_by_redistributor(access), of.1);
+            }
+            Chip::Messages => {
+                if let Some(number) = v2m::interrupt(&MESSAGES, access, value) {
+                    self.gic.set_pending(number);
+                }
             }
             Chip::Uart => self.with_uart(of, |uart, env| uart.write(access, value, env)),
             Chip::Button => self.with_button(of, |button, env| button.write(access, value, env)),
@@ -437,7 +463,7 @@ struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
     needs_service: bool,
 }
 
-impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     CpuBus<'_, 'm, H, R, CPUS, P>
 {
     fn locked<T>(&mut self, act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T) -> T {
@@ -452,7 +478,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Platform
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Platform
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
     type Interrupts = Interrupts;
@@ -536,7 +562,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm64Platform
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Arm64Platform
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
     fn send(&mut self, cpu: usize, interrupt: SoftwareInterrupt) {

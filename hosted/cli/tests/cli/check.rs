@@ -367,6 +367,20 @@ fn memory() {
 }
 
 #[test]
+fn transports() {
+    let with =
+        |more: &str| ONE_VM.replace("memory = \"64M\"", &format!("memory = \"64M\"\n{more}"));
+    refused(
+        &with("transport = \"mmio\""),
+        65,
+        "system.toml:7:13: error: a PC has no virtio devices with transport mmio",
+    );
+    assert_eq!(check(&with("transport = \"pci\"")).0, 0);
+    let arm = with("transport = \"mmio\"").replace("qemu-q35", "qemu-virt");
+    assert!(!check(&arm).1.contains("transport"));
+}
+
+#[test]
 fn files() {
     refused(
         &ONE_VM.replace("\"kernel\"", "\"missing\""),

@@ -198,6 +198,7 @@ impl<'a> Manager<'a> {
                 on_reset: vm.on_reset,
                 kvmclock: vm.kvmclock,
                 virtio_console: vm.virtio_console,
+                transport: vm.transport,
                 vtlb: vm.vtlb,
                 xcr0_mask: machine.xcr0_mask,
                 gicv2: machine.features & boot::FEATURE_GICV2 != 0,

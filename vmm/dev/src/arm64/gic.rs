@@ -5,14 +5,16 @@
 //! State: for each interrupt group, enable, pending, level, trigger, priority, and route; the CPUs
 //! that have sent each SGI (GICv2); whether the host has a level-triggered interrupt whose end it
 //! has not reported yet.
-//! Features: 16 SGIs, 16 private and 64 shared interrupts; one security state; affinity routing, to
+//! Features: 16 SGIs, 16 private and 96 shared interrupts; one security state; affinity routing, to
 //! one CPU or to any (the first), or with a GICv2 to the first of its targets.
+//! Interrupt messages come by a frame of GICv2m (`v2m.rs`).
 //! Missing: group 0 of a GICv3 (its interrupts stay pending), groups of a GICv2; reads and writes
 //! of the active state, withdrawal of an interrupt that the host already has, messages (ITS).
 //! Documentation: Arm IHI 0069, IHI 0048.
 
 mod bank;
 mod v2;
+pub mod v2m;
 
 use hw_arm64::gic::distributor::*;
 use hw_arm64::gic::{FIRST_SHARED, SoftwareInterrupt, Version, bits, redistributor};
@@ -21,7 +23,7 @@ use vmm_bus::Access;
 use bank::Bank;
 
 /// Words of 32 shared interrupts.
-const SHARED_WORDS: usize = 2;
+const SHARED_WORDS: usize = 3;
 /// Number of interrupts.
 const INTERRUPTS: u32 = FIRST_SHARED + 32 * SHARED_WORDS as u32;
 /// Interrupt of the virtual timer.
@@ -90,6 +92,13 @@ impl<const CPUS: usize> Gic<CPUS> {
     pub fn set_level(&mut self, number: u32, level: bool) {
         if let Some((word, bit)) = shared(number) {
             self.shared[word].set_level(bit, level);
+        }
+    }
+
+    /// Makes a shared interrupt pending, as a message does.
+    pub fn set_pending(&mut self, number: u32) {
+        if let Some((word, bit)) = shared(number) {
+            self.shared[word].pending |= bit;
         }
     }
 

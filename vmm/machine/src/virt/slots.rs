@@ -1,5 +1,6 @@
-//! Devices of the board `virt` in slots: virtio devices with MMIO transport, and channels. Nothing
-//! moves them, and their interrupts are lines of the interrupt controller.
+//! Devices of the board `virt` in slots: virtio devices with MMIO transport, or as functions of a
+//! PCI bus, and channels. Nothing moves those with MMIO and channels, and their interrupts are
+//! lines of the interrupt controller; those of functions are messages.
 //!
 //! A device's lock is held while it is called; each of its effects takes the lock of the board
 //! inside of it. CPU 0 services the devices' timers.
@@ -12,37 +13,109 @@ use vmm_bus::{
     Access, BackendRef, ChannelBackend, Device, DeviceBackend, Env, MachineEvent, Msi, NEVER,
     Nanos, WAKE_CHANGE, WAKE_INPUT,
 };
+use vmm_dev::arm64::gic::v2m;
 use vmm_dev::channel::{MmioChannel, SHARES_WINDOW};
+use vmm_dev::pci::Function;
 use vmm_dev::virtio::VirtioDevice;
 use vmm_dev::virtio::mmio::{Mmio, spec};
+use vmm_dev::virtio::pci::{self, Pci};
 use vmm_mem::GuestMemory;
 
-use super::{ChipEnv, CpuBus, Devices, Fixed, Virt};
+use super::{ChipEnv, CpuBus, Devices, Fixed, MESSAGES, Virt};
 use crate::Host;
 use crate::functions::{Bus, Functions};
+use crate::pci::PciBoard;
 
 const _: () = assert!(spec::LENGTH <= layout::PAGE);
 const _: () = assert!(proto::channel::MAX_SIZE <= layout::CHANNEL_SHARES);
 const _: () = assert!(SHARES_WINDOW as u64 <= layout::CHANNEL_SHARES_LENGTH);
 const _: () = assert!(proto::channel::MAX_VM_CHANNELS as u64 <= layout::MAX_CHANNELS);
 
-/// Devices at the fixed addresses of the board `virt`.
-pub struct VirtBus;
+/// Way to the virtio devices of the board `virt`; channels are at fixed addresses always.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum VirtBus {
+    /// Fixed addresses (transport MMIO).
+    #[default]
+    Fixed,
+    /// PCI.
+    Pci,
+}
 
-impl Bus for VirtBus {
-    type Device = dyn Device;
-    type Virtio<D: VirtioDevice + 'static> = Mmio<D>;
-    type Channel = MmioChannel;
+/// A device in a slot of the board `virt`.
+pub trait VirtDevice: Device {
+    /// The device as a PCI function; `None`: its registers are at the address of its slot.
+    fn function(&mut self) -> Option<&mut dyn Function>;
+}
 
-    fn virtio<D: VirtioDevice + 'static>(device: D, _: usize) -> Mmio<D> {
-        Mmio::new(device)
+/// A virtio device with its transport.
+#[expect(clippy::large_enum_variant, reason = "there are few, and nothing allocates")]
+pub enum VirtSlotDevice<D> {
+    /// Registers at a fixed address.
+    Mmio(Mmio<D>),
+    /// A PCI function.
+    Pci(Pci<D>),
+}
+
+impl<D: VirtioDevice + 'static> VirtSlotDevice<D> {
+    fn device(&mut self) -> &mut dyn Device {
+        match self {
+            Self::Mmio(device) => device,
+            Self::Pci(device) => device,
+        }
+    }
+}
+
+impl<D: VirtioDevice + 'static> Device for VirtSlotDevice<D> {
+    fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
+        self.device().read(access, env)
     }
 
-    fn channel(info: ChannelInfo, _: usize) -> MmioChannel {
+    fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
+        self.device().write(access, value, env);
+    }
+
+    fn wake(&mut self, timer: u8, env: &mut dyn Env) {
+        self.device().wake(timer, env);
+    }
+
+    fn reset(&mut self, env: &mut dyn Env) {
+        self.device().reset(env);
+    }
+}
+
+impl<D: VirtioDevice + 'static> VirtDevice for VirtSlotDevice<D> {
+    fn function(&mut self) -> Option<&mut dyn Function> {
+        match self {
+            Self::Mmio(_) => None,
+            Self::Pci(device) => Some(device),
+        }
+    }
+}
+
+impl VirtDevice for MmioChannel {
+    fn function(&mut self) -> Option<&mut dyn Function> {
+        None
+    }
+}
+
+impl Bus for VirtBus {
+    type Device = dyn VirtDevice;
+    type Virtio<D: VirtioDevice + 'static> = VirtSlotDevice<D>;
+    type Channel = MmioChannel;
+
+    fn virtio<D: VirtioDevice + 'static>(self, device: D, slot: usize) -> VirtSlotDevice<D> {
+        let window = layout::PCI_WINDOW as u32 + pci::spec::WINDOW * slot as u32;
+        match self {
+            Self::Fixed => VirtSlotDevice::Mmio(Mmio::new(device)),
+            Self::Pci => VirtSlotDevice::Pci(Pci::new(device, window)),
+        }
+    }
+
+    fn channel(self, info: ChannelInfo, _: usize) -> MmioChannel {
         MmioChannel::new(info)
     }
 
-    fn of_virtio<D: VirtioDevice + 'static>(device: &mut Mmio<D>) -> &mut Self::Device {
+    fn of_virtio<D: VirtioDevice + 'static>(device: &mut VirtSlotDevice<D>) -> &mut Self::Device {
         device
     }
 
@@ -63,7 +136,7 @@ fn slot_at(address: u64) -> Option<(usize, u64)> {
     (slot < layout::MAX_SLOTS).then_some((slot, offset % layout::PAGE))
 }
 
-impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m, R, CPUS, P> {
+impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt<'m, R, CPUS, P> {
     /// Notifies the device in `slot` of input or completions of its back end. `caller`: the vCPU
     /// whose thread calls between two runs, if any; it needs no kick.
     pub fn function_input<H: Host>(&self, slot: usize, caller: Option<&VcpuLoop>, host: &mut H) {
@@ -87,7 +160,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         slot: usize,
         host: &mut H,
         running: Option<usize>,
-        call: impl FnOnce(&mut dyn Device, &mut dyn Env) -> T,
+        call: impl FnOnce(&mut dyn VirtDevice, &mut dyn Env) -> T,
     ) -> Option<(T, bool)> {
         let (mut call, mut result) = (Some(call), None);
         self.functions.with(slot, &mut |device, backend| {
@@ -118,13 +191,13 @@ impl<const CPUS: usize> Devices<CPUS> {
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     CpuBus<'_, '_, H, R, CPUS, P>
 {
-    fn with_function<T>(
+    pub(super) fn with_slot<T>(
         &mut self,
         slot: usize,
-        call: impl FnOnce(&mut dyn Device, &mut dyn Env) -> T,
+        call: impl FnOnce(&mut dyn VirtDevice, &mut dyn Env) -> T,
     ) -> Option<T> {
         let called = self.virt.with_function(slot, self.host, Some(self.cpu), call);
         let (result, needs_service) = called?;
@@ -140,7 +213,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
         let now = self.virt.fixed.clock.nanos(self.host.counter());
         let mut start = 0;
         while let Some(slot) = self.locked(|devices, _| devices.take_due(start, now)) {
-            self.with_function(slot, |device, env| device.wake(0, env));
+            self.with_slot(slot, |device, env| device.wake(0, env));
             start = slot + 1;
         }
     }
@@ -149,7 +222,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
     /// nothing mapped there.
     pub(super) fn has_slot(&self, address: u64) -> bool {
         let in_slot = slot_at(address).is_some_and(|(slot, _)| slot < self.virt.functions.slots());
-        in_slot || self.in_channel(address)
+        in_slot || self.in_channel(address) || self.in_pci(address)
     }
 
     /// Returns whether an address is in the memory or the shares of a channel. Accesses reach the
@@ -166,21 +239,34 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
     /// Reads a register of a device in a slot; all ones without a device.
     pub(super) fn read_slot(&mut self, address: u64, size: u8) -> u64 {
         let nothing = Access::new(0, size).open_bus();
+        if self.in_pci(address) {
+            return self.pci_read(address, size);
+        }
         let Some((slot, offset)) = slot_at(address) else { return nothing };
         let access = Access::new(offset, size);
         if !offset.is_multiple_of(size.into()) {
             return 0;
         }
-        self.with_function(slot, |device, env| device.read(access, env)).unwrap_or(nothing)
+        let read = self.with_slot(slot, |device, env| match device.function() {
+            None => device.read(access, env),
+            Some(_) => nothing,
+        });
+        read.unwrap_or(nothing)
     }
 
     /// Writes a register of a device in a slot, if it exists.
     pub(super) fn write_slot(&mut self, address: u64, size: u8, value: u64) {
-        if let Some((slot, offset)) = slot_at(address)
+        if self.in_pci(address) {
+            self.pci_write(address, size, value);
+        } else if let Some((slot, offset)) = slot_at(address)
             && offset.is_multiple_of(size.into())
         {
             let access = Access::new(offset, size);
-            self.with_function(slot, |device, env| device.write(access, value, env));
+            self.with_slot(slot, |device, env| {
+                if device.function().is_none() {
+                    device.write(access, value, env);
+                }
+            });
         }
     }
 }
@@ -197,7 +283,7 @@ struct SlotEnv<'a, 'm, H, R, const CPUS: usize, P> {
     needs_service: bool,
 }
 
-impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     SlotEnv<'_, 'm, H, R, CPUS, P>
 {
     fn board<T>(&mut self, act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T) -> T {
@@ -213,7 +299,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Env
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Env
     for SlotEnv<'_, '_, H, R, CPUS, P>
 {
     fn now(&self) -> Nanos {
@@ -248,7 +334,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Env
     }
 
     fn msi(&mut self, msi: Msi) {
-        self.chip(|env| env.msi(msi));
+        let access = Access::new(msi.address.wrapping_sub(layout::MESSAGES), 4);
+        let Some(number) = v2m::interrupt(&MESSAGES, access, msi.data.into()) else {
+            return self.missing("interrupt message to no controller", msi.address);
+        };
+        let slot = self.slot;
+        self.board(|devices, _| {
+            devices.gic.set_pending(number);
+            if let Some(last) = devices.messages.get_mut(slot) {
+                *last = number;
+            }
+        });
     }
 
     fn machine(&mut self, event: MachineEvent) {

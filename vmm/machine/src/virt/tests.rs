@@ -133,6 +133,7 @@ fn config() -> VirtConfig {
         start: START,
         gic: Version::V3,
         width: Width::Bits64,
+        bus: VirtBus::Fixed,
     }
 }
 
@@ -291,6 +292,74 @@ fn devices_in_slots_interrupt_by_their_lines() {
     });
     virt.function_input(1, None, &mut host);
     assert_eq!(take(&virt).map(|virq| virq.number), Some(50));
+}
+
+#[test]
+fn functions_of_pci_interrupt_by_messages() {
+    use vmm_dev::virtio::pci::spec::*;
+    let memory = testing::memory(&[(layout::RAM, 0x4000)]);
+    let mut slots = crate::Slots::<BackEnd, 3, Spin, VirtBus>::on(VirtBus::Pci);
+    assert_eq!(slots.add(crate::Model::Entropy, BackEnd::Entropy(200)).ok(), Some(0));
+    let config = VirtConfig { bus: VirtBus::Pci, ..config() };
+    let virt = Virt::<Spin, 4, _>::new(config, &memory, slots);
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.service_timers(0);
+    let function = layout::ECAM + (1 << 15);
+    assert_eq!(bus.mmio_read(0, layout::ECAM, 4), 0x0008_1b36, "the bridge");
+    assert_eq!(bus.mmio_read(0, function, 4), 0x1044_1af4);
+    assert_eq!(bus.mmio_read(0, function + (1 << 15), 4), 0xffff_ffff, "an empty slot");
+    assert_eq!(bus.mmio_read(0, layout::device(0), 4), 0xffff_ffff, "it is on PCI");
+    assert!(bus.has_device(layout::PCI_WINDOW) && bus.has_device(layout::ECAM));
+    assert_eq!(bus.mmio_read(0, layout::MESSAGES + 8, 4), 80 << 16 | 48);
+    // The window elsewhere than at power-on; memory and messages; MSI-X.
+    let window = layout::PCI_WINDOW + 0x10_0000;
+    for (register, value) in [(0x10, window), (0x04, 6), (0x40, 1 << 31)] {
+        bus.mmio_write(0, function + register, 4, value);
+    }
+    let interrupt = layout::FIRST_MESSAGE + 2;
+    let rings = layout::RAM + 0x1000;
+    for (register, size, value) in [
+        (STATUS, 1, 3),
+        (DRIVER_FEATURE_SELECT, 4, 1),
+        (DRIVER_FEATURE, 4, 1),
+        (STATUS, 1, 11),
+        (QUEUE_SIZE, 2, 4),
+        (QUEUE_VECTOR, 2, 1),
+        (QUEUE_DESC, 8, rings),
+        (QUEUE_DRIVER, 8, rings + 0x100),
+        (QUEUE_DEVICE, 8, rings + 0x200),
+        (QUEUE_ENABLE, 2, 1),
+        (TABLE + 16, 8, layout::MESSAGES + 0x40),
+        (TABLE + 24, 4, interrupt.into()),
+        (TABLE + 28, 4, 0),
+    ] {
+        bus.mmio_write(0, window + register, size, value);
+    }
+    memory.write(rings, layout::RAM).expect("in memory");
+    memory.write(rings + 8, 64_u32).expect("in memory");
+    memory.write(rings + 12, 2_u16).expect("in memory");
+    memory.write(rings + 0x102, 1_u16).expect("in memory");
+    // Group 1 and messages are enabled, edge-triggered, and that of the device is for vCPU 1.
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 0x12);
+    for (block, value) in [(0x88, 0xffff_0000), (0x108, 0xffff_0000), (0xc14, 0xaaaa_aaaa)] {
+        bus.mmio_write(0, layout::DISTRIBUTOR + block, 4, value);
+    }
+    bus.mmio_write(0, layout::DISTRIBUTOR + 0x6000 + 8 * u64::from(interrupt), 8, 1);
+    bus.mmio_write(0, window + STATUS, 1, 15);
+    let take = |cpu| virt.devices.lock().gic.take_virq(cpu).map(|virq| virq.number);
+    assert_eq!([take(0), take(1), take(1)], [None, Some(interrupt), None]);
+    assert_eq!(virt.target(0), 1, "completions go there");
+
+    // A CPU may send a message, too; other numbers are none.
+    bus.mmio_write(0, layout::MESSAGES + 0x40, 4, u64::from(interrupt) + 1);
+    bus.mmio_write(0, layout::MESSAGES + 0x40, 4, u64::from(layout::UART_INTERRUPT));
+    assert_eq!([take(0), take(0)], [Some(interrupt + 1), None]);
+    bus.mmio_write(0, window + TABLE + 24, 4, u64::from(layout::FIRST_MESSAGE) + 48);
+    let messages = |host: &ScriptHost| host.lines.len();
+    memory.write(rings + 0x102, 2_u16).expect("in memory");
+    virt.function_input(0, None, &mut host);
+    assert_eq!((take(0), messages(&host)), (None, 1), "{:?}", host.lines);
 }
 
 #[test]

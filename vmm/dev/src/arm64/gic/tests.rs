@@ -83,7 +83,7 @@ fn settings_of_a_cpu() {
 fn identification() {
     let gic = enabled();
     assert_eq!(gic.read_distributor(0, word(PIDR2)) >> 4 & 15, 3);
-    assert_eq!(gic.read_distributor(0, word(TYPER)) & 31, 2);
+    assert_eq!(gic.read_distributor(0, word(TYPER)) & 31, 3);
     let second = redistributor::LENGTH + redistributor::TYPER as u64;
     assert_eq!(gic.read_redistributor(Access::new(second, 8)), 1 << 32 | 1 << 8 | 1 << 4);
     assert_eq!(gic.read_redistributor(Access::new(2 * redistributor::LENGTH, 4)), 0);
@@ -156,7 +156,7 @@ fn sgis_of_a_gicv2_have_sources() {
 #[test]
 fn registers_of_a_gicv2_are_banked() {
     let mut gic = enabled_v2();
-    assert_eq!(gic.read_distributor(0, word(TYPER)), 2 << 5 | 2);
+    assert_eq!(gic.read_distributor(0, word(TYPER)), 2 << 5 | 3);
     assert_eq!(gic.read_distributor(0, word(spec::PIDR2)) >> 4 & 15, 2);
     for cpu in 0..3 {
         let own = 0x0101_0101 << cpu;

@@ -1,0 +1,63 @@
+//! The PCI bus of the board `virt`, if its virtio devices are on it.
+
+use spin::mutex::SpinMutex;
+use spin::relax::RelaxStrategy;
+use vmm_arm64::{Arm64Platform, Unknown};
+use vmm_boot::virt as layout;
+use vmm_bus::Env;
+use vmm_dev::pci::{Function, spec};
+
+use super::slots::{VirtBus, VirtDevice};
+use super::{ChipEnv, CpuBus};
+use crate::Host;
+use crate::functions::Functions;
+use crate::pci::{PciBoard, Windows};
+
+const _: () = assert!(layout::ECAM_LENGTH == spec::ECAM_LEN);
+
+impl<'a, H: Host, R: RelaxStrategy + 'a, const CPUS: usize, P: Functions<dyn VirtDevice>>
+    PciBoard<'a> for CpuBus<'a, '_, H, R, CPUS, P>
+{
+    const ECAM: u64 = layout::ECAM;
+    type Relax = R;
+
+    fn with_function<T>(
+        &mut self,
+        slot: usize,
+        call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T,
+    ) -> Option<T> {
+        self.with_slot(slot, |device, env| Some(call(device.function()?, env)))?
+    }
+
+    fn with_bridge<T>(&mut self, call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T) -> T {
+        self.locked(|devices, (fixed, host)| {
+            let effects = &mut devices.effects;
+            let mut env = ChipEnv { fixed, effects, host, line: None };
+            call(&mut devices.bridge, &mut env)
+        })
+    }
+
+    fn windows(&self) -> &'a SpinMutex<Windows, R> {
+        &self.virt.windows
+    }
+
+    fn slots(&self) -> usize {
+        self.virt.functions.slots()
+    }
+
+    #[cold]
+    fn unknown_address(&mut self, address: u64) {
+        self.unknown(Unknown::Instruction(address));
+    }
+}
+
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
+    CpuBus<'_, '_, H, R, CPUS, P>
+{
+    /// Returns whether an address belongs to the PCI bus, if there is one.
+    pub(super) fn in_pci(&self, address: u64) -> bool {
+        let is_window = address.wrapping_sub(layout::PCI_WINDOW) < layout::PCI_WINDOW_LENGTH;
+        let is_config = address.wrapping_sub(layout::ECAM) < layout::ECAM_LENGTH;
+        (is_window || is_config) && self.virt.fixed.bus == VirtBus::Pci
+    }
+}
