@@ -7,20 +7,16 @@
 //! Beside panics it detects: a call that does not return to the host, a kick of a CPU by itself,
 //! and requests to a back end that are out of range.
 
-use std::collections::VecDeque;
-use std::fmt;
 use std::time::Duration;
 
-use proto::channel::View;
-use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
-use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
-use vmm_bus::{BackendRef, ByteStream, DeviceBackend};
-use vmm_machine::{Host, Level, Model, Pc, PcConfig, Slots, layout};
+use vmm_machine::functions::PciBus;
+use vmm_machine::{Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
 use vmm_x86::testing::ScriptedVcpu;
 use vmm_x86::{Cpu, Exit, Gpr, IoExit, Reg, X86Vcpu};
 
+use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected};
 use crate::input::{Input, Seed};
 
 /// Kind of a step.
@@ -85,14 +81,9 @@ const PLACES: [u64; 10] = [
     layout::PCI_WINDOW as u64 + 0x2_0000,
 ];
 
-const CPUS: usize = 2;
 const MEMORY: u64 = 0x4_0000;
 /// Address of the instruction to emulate.
 const CODE: u64 = 0x1000;
-const SECTORS: u64 = 64;
-/// Slot of the channel, and the pseudo slot of a change of its peer.
-const CHANNEL: usize = 4;
-const CHANGE: usize = 5;
 /// Event with which every call returns.
 const BACK: u64 = 7;
 
@@ -100,68 +91,7 @@ thread_local! {
     static GUEST: GuestMemory = vmm_mem::testing::memory(&[(0, MEMORY)]);
 }
 
-/// Host of the board.
-#[derive(Default)]
-struct World {
-    tsc: u64,
-    running: usize,
-    stream: Typed,
-}
-
-impl Host for World {
-    fn counter(&self) -> u64 {
-        self.tsc
-    }
-
-    fn serial(&mut self) -> BackendRef<'_> {
-        BackendRef::Bytes(&mut self.stream)
-    }
-
-    fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
-        assert!(!text.to_string().is_empty());
-    }
-
-    fn kick(&mut self, index: usize) {
-        assert!(index < CPUS && index != self.running, "a kick of {index}");
-    }
-}
-
-/// A line that refuses a letter.
-#[derive(Default)]
-struct Typed(VecDeque<u8>);
-
-impl ByteStream for Typed {
-    fn put(&mut self, byte: u8) -> bool {
-        byte != b'f'
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.0.pop_front()
-    }
-}
-
-/// Back end of a PCI function.
-enum Connected {
-    Disk(ScriptDisk),
-    Port(ScriptPort),
-    Line(Typed),
-    Entropy(usize),
-    Peer(ScriptPeer),
-}
-
-impl DeviceBackend for Connected {
-    fn get(&mut self) -> BackendRef<'_> {
-        match self {
-            Self::Disk(disk) => BackendRef::Block(disk),
-            Self::Port(port) => BackendRef::Net(port),
-            Self::Line(line) => BackendRef::Bytes(line),
-            Self::Entropy(bytes) => BackendRef::Entropy(bytes),
-            Self::Peer(peer) => BackendRef::Channel(peer),
-        }
-    }
-}
-
-type Machine<'m> = Pc<'m, spin::relax::Spin, CPUS, Slots<Connected, 5>>;
+type Machine<'m> = Pc<'m, spin::relax::Spin, CPUS, Slots<Connected, SLOTS>>;
 
 struct Rig<'m> {
     pc: Machine<'m>,
@@ -169,38 +99,6 @@ struct Rig<'m> {
     vcpus: [ScriptedVcpu; CPUS],
     world: World,
     memory: &'m GuestMemory,
-}
-
-fn functions() -> Slots<Connected, 5> {
-    let info = BlockInfo {
-        sectors: SECTORS,
-        discard: true,
-        write_zeroes: true,
-        max_bytes: 0x2000,
-        ..BlockInfo::default()
-    };
-    let channel = ChannelInfo {
-        number: 0,
-        side: 1,
-        own_id: 1,
-        peer_id: 2,
-        size: 1 << 14,
-        doorbell: true,
-        own_name: [b'a'; _],
-        peer_name: [b'b'; _],
-    };
-    let net = NetInfo { mac: [2; 6], ..NetInfo::default() };
-    let mut slots = Slots::new();
-    for (device, outside) in [
-        (Model::Block(info), Connected::Disk(ScriptDisk::new(SECTORS as usize * 512, 8))),
-        (Model::Net(net), Connected::Port(ScriptPort { room: 100, ..ScriptPort::default() })),
-        (Model::Console, Connected::Line(Typed::default())),
-        (Model::Entropy, Connected::Entropy(100)),
-        (Model::Channel(channel), Connected::Peer(ScriptPeer::default())),
-    ] {
-        assert!(slots.add(device, outside).is_ok());
-    }
-    slots
 }
 
 impl<'m> Rig<'m> {
@@ -217,7 +115,7 @@ impl<'m> Rig<'m> {
             nested_paging: true,
             id: 1,
         };
-        let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions());
+        let pc = Pc::with_functions(config, memory, |_, _| [0; 4], connected(PciBus));
         Self {
             cpus: std::array::from_fn(|index| pc.cpu(index)),
             vcpus: std::array::from_fn(|_| ScriptedVcpu::flat32()),
@@ -284,11 +182,7 @@ impl<'m> Rig<'m> {
     fn arrive(&mut self, slot: usize, length: usize) {
         self.world.running = CPUS;
         if slot == CHANGE {
-            self.pc.functions().with_backend(CHANNEL, |backend| {
-                if let Connected::Peer(peer) = backend {
-                    peer.view = View::unpack([length as u64 * 0x0101_0101; 4]);
-                }
-            });
+            self.pc.functions().with_backend(CHANNEL, |backend| backend.change(length));
             self.pc.function_input(CHANNEL, None, &mut self.world);
             return self.pc.function_change(CHANNEL, None, &mut self.world);
         }
@@ -297,19 +191,7 @@ impl<'m> Rig<'m> {
             self.pc.input(None, &mut self.world);
             return;
         }
-        self.pc.functions().with_backend(slot, |backend| match backend {
-            Connected::Disk(disk) => {
-                if let Some(request) = disk.requests.get(disk.ended.len()) {
-                    disk.complete(request.0);
-                }
-            }
-            Connected::Port(port) if port.waiting.len() < 16 => {
-                port.waiting.push_back((Offload::default(), vec![5; length]));
-            }
-            Connected::Line(line) => line.0.extend(std::iter::repeat_n(b'i', length % 64)),
-            Connected::Entropy(bytes) => *bytes += length % 64,
-            Connected::Port(_) | Connected::Peer(_) => {}
-        });
+        self.pc.functions().with_backend(slot, |backend| backend.arrive(length));
         self.pc.function_input(slot, None, &mut self.world);
     }
 }

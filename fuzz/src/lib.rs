@@ -9,10 +9,12 @@ pub mod board;
 #[allow(dead_code, reason = "scripts use more of it")]
 #[path = "../../vmm/dev/tests/driver/mod.rs"]
 mod driver;
+mod ends;
 pub mod image;
 pub mod input;
 pub mod kernel;
 pub mod proto;
+pub mod virt;
 pub mod virtio;
 pub mod vtlb;
 
@@ -30,9 +32,10 @@ pub struct FuzzTarget {
 }
 
 /// All targets.
-pub const TARGETS: [FuzzTarget; 7] = [
+pub const TARGETS: [FuzzTarget; 8] = [
     FuzzTarget { name: "virtio", run: virtio::run, seeds: virtio::seeds },
     FuzzTarget { name: "board", run: board::run, seeds: board::seeds },
+    FuzzTarget { name: "virt", run: virt::run, seeds: virt::seeds },
     FuzzTarget { name: "proto", run: proto::run, seeds: proto::seeds },
     FuzzTarget { name: "kernel", run: kernel::run, seeds: kernel::seeds },
     FuzzTarget { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },

@@ -15,6 +15,8 @@ mod psci;
 mod run;
 mod stage1;
 mod stolen_time;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod trng;
 mod vcpu;
 

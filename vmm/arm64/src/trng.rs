@@ -56,7 +56,7 @@ fn random(bits: u64, width: u32, vcpu: &mut impl Arm64Vcpu) -> [u64; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::tests::ScriptVcpu;
+    use crate::testing::ScriptVcpu;
 
     const OK: u64 = psci::SUCCESS as u64;
 

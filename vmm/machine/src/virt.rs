@@ -189,6 +189,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt
         VcpuLoop::new(index.min(self.fixed.vcpus - 1), self.fixed.width)
     }
 
+    /// Devices in slots.
+    pub fn functions(&self) -> &P {
+        &self.functions
+    }
+
     /// Runs a vCPU until the host is needed. `host`: services for the thread of this vCPU.
     pub fn run<V: Arm64Vcpu, H: Host>(
         &self,

@@ -4,100 +4,17 @@ mod aarch32;
 
 use super::*;
 use crate::platform::Interrupts;
+use crate::testing::ScriptVcpu;
 use crate::vcpu::{System, Virq, Width};
 use core::time::Duration;
 use hw_arm64::esr::class;
 use hw_arm64::psci;
-use std::collections::VecDeque;
 use std::vec::Vec;
 use vmm_mem::{GuestMemory, testing};
-use vmm_vcpu::{CounterClock, Platform, Signals, Vcpu};
+use vmm_vcpu::{CounterClock, Platform, Signals};
 
 const PC: u64 = 0x8000;
 const DEVICE: u64 = 0x900_0000;
-
-#[derive(Default)]
-pub(crate) struct ScriptVcpu {
-    exits: VecDeque<Exit>,
-    general: [u64; 31],
-    pc: u64,
-    state: u64,
-    system: [u64; 11],
-    virqs: Vec<Virq>,
-    affinity: Option<u64>,
-    width: Width,
-    /// Random byte of the host, if it has any, and failure of its source for more than none.
-    random: Option<u8>,
-    pub(crate) fails: bool,
-    /// Ticks that are stolen at each question.
-    stolen: u64,
-    has_preemption_exits: bool,
-}
-
-impl ScriptVcpu {
-    /// A vCPU of a host whose random numbers are all this one.
-    pub(crate) fn with_random(byte: u8) -> Self {
-        Self { random: Some(byte), ..Self::default() }
-    }
-}
-
-impl Vcpu for ScriptVcpu {
-    type Exit = Exit;
-    fn set_deadline(&mut self, _: u64) {}
-    fn stolen(&mut self) -> u64 {
-        self.stolen += 500;
-        self.stolen
-    }
-    fn set_wait_exits(&mut self, _: bool) {}
-    fn flush_tlb(&mut self) {}
-    fn run(&mut self) -> Exit {
-        self.exits.pop_front().unwrap_or(Exit::HostError(7))
-    }
-}
-
-impl Arm64Vcpu for ScriptVcpu {
-    fn general(&mut self, index: usize) -> u64 {
-        self.general[index]
-    }
-    fn set_general(&mut self, index: usize, value: u64) {
-        self.general[index] = value;
-    }
-    fn pc(&mut self) -> u64 {
-        self.pc
-    }
-    fn set_pc(&mut self, value: u64) {
-        self.pc = value;
-    }
-    fn state(&mut self) -> u64 {
-        self.state
-    }
-    fn set_state(&mut self, value: u64) {
-        self.state = value;
-    }
-    fn system(&mut self, register: System) -> u64 {
-        self.system[register as usize]
-    }
-    fn set_system(&mut self, register: System, value: u64) {
-        self.system[register as usize] = value;
-    }
-    fn reset(&mut self, affinity: u64, width: Width) {
-        (self.affinity, self.width) = (Some(affinity), width);
-    }
-    fn has_room(&mut self) -> bool {
-        self.virqs.len() < 2
-    }
-    fn put_virq(&mut self, virq: Virq) {
-        self.virqs.push(virq);
-    }
-    fn set_timer_virq(&mut self, _: Option<Virq>) {}
-    fn set_preemption_exits(&mut self) {
-        self.has_preemption_exits = true;
-    }
-    fn random(&mut self, to: &mut [u8]) -> bool {
-        to.fill(self.random.unwrap_or_default());
-        self.random.is_some() && (to.is_empty() || !self.fails)
-    }
-}
 
 struct ScriptBus {
     memory: GuestMemory,
