@@ -2,6 +2,7 @@
 //! `examples/debian.toml`, and in processes of this host.
 
 use crate::hosted::{self, Rig};
+use crate::scenario::Backend;
 use crate::system::{Machine, Running, parador, target, workspace};
 use crate::transcript::Transcript;
 use anyhow::{Context, Result, bail, ensure};
@@ -36,7 +37,7 @@ const PROGRAM: &str = "#!/bin/sh\necho \"installed on $(nproc) processors\"\n";
 /// slow host are started again, and kernel warnings about slow progress are ignored.
 const SCRIPT: &str = "\
 set -eux
-systemctl start serial-getty@ttyS0 postgresql@15-main
+systemctl start serial-getty@{serial} postgresql@15-main
 apt-get -q -y install /root/parador-guest.deb
 parador-guest
 until pg_isready -q; do sleep 1; done
@@ -56,8 +57,12 @@ const STARTED: &str = "systemctl is-system-running --wait\n";
 
 /// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks
 /// its disk. `keys`: further keys of the VM.
-pub fn run(cpus: u32, keys: &str) -> Result<()> {
-    let made = make_disk("debian", "postgresql")?;
+pub fn run(backend: Backend, cpus: u32, keys: &str) -> Result<()> {
+    let arch = match backend {
+        Backend::NativeArm64Vhe | Backend::NativeArm64NoVhe => "arm64",
+        _ => "x86",
+    };
+    let made = make_disk("debian", arch, "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = copy(&made, folder.path())?;
     let package = package(folder.path())?;
@@ -65,8 +70,9 @@ pub fn run(cpus: u32, keys: &str) -> Result<()> {
     let ssh = Ssh { key: made.join("ssh-key"), port };
 
     let machine = Machine { cpus, ..Machine::default() };
-    let mut running = Running::start(&description(&made, &disk, port, keys)?, &machine, LIMIT)?;
-    let outcome = use_it(&mut running, &ssh, &package);
+    let description = backend.describe(&description(&made, &disk, port, keys)?);
+    let mut running = Running::start(&description, &machine, LIMIT)?;
+    let outcome = use_it(&mut running, &ssh, &package, backend);
     outcome.with_context(|| format!("\n{}", running.transcripts()))?;
     drop(running);
     check(&disk)
@@ -89,7 +95,7 @@ fn check(disk: &Path) -> Result<()> {
 pub fn in_processes() -> Result<()> {
     /// Seconds that the machine may run.
     const SECONDS: u32 = 300;
-    let made = make_disk("debian", "postgresql")?;
+    let made = make_disk("debian", "x86", "postgresql")?;
     let rig = Rig::new()?;
     let disk = copy(&made, rig.folder())?;
     let package = package(rig.folder())?;
@@ -102,7 +108,7 @@ pub fn in_processes() -> Result<()> {
     let output = child.stdout.take().context("no console")?;
     let mut console = Transcript::follow("console", output);
     let deadline = Instant::now() + Duration::from_secs(SECONDS.into());
-    let script = format!("{SCRIPT}{STARTED}");
+    let script = format!("{SCRIPT}{STARTED}").replace("{serial}", "ttyS0");
     work(&ssh, &package, &script, deadline, || Ok(child.try_wait()?.is_some()))
         .and_then(|_| console.expect("debian login:", deadline))
         .with_context(|| console.text())?;
@@ -135,9 +141,9 @@ fn work(
     Ok(text)
 }
 
-fn use_it(running: &mut Running, ssh: &Ssh, package: &Path) -> Result<()> {
+fn use_it(running: &mut Running, ssh: &Ssh, package: &Path, backend: Backend) -> Result<()> {
     let deadline = Instant::now() + LIMIT + SLACK;
-    let script = format!("{SCRIPT}{PING}");
+    let script = backend.describe(&format!("{SCRIPT}{PING}"));
     let text = work(ssh, package, &script, deadline, || running.has_ended())?;
     ensure!(text.contains("1 packets transmitted, 1 received"), "no answer:\n{text}");
     running.console.expect("debian login:", deadline)?;
@@ -156,6 +162,7 @@ fn description(made: &Path, disk: &Path, port: u16, keys: &str) -> Result<String
         ("../target/debian", made.display().to_string()),
         ("tcp:2222:", format!("tcp:{port}:")),
         ("[[vm]]\n", format!("[[vm]]\n{keys}\n")),
+        ("\"qemu-q35\"", "\"{board}\"".to_owned()),
     ];
     for (from, to) in changes {
         ensure!(text.contains(from), "the example has no `{from}`");
@@ -167,23 +174,23 @@ fn description(made: &Path, disk: &Path, port: u16, keys: &str) -> Result<String
 /// The folder with a disk that has what people do with a Linux: compile, serve pages and data,
 /// compute, load a machine.
 pub fn busy_disk() -> Result<PathBuf> {
-    make_disk("debian-hosted", "gcc,libc6-dev,make,postgresql,nginx,wrk,stress-ng,povray")
+    make_disk("debian-hosted", "x86", "gcc,libc6-dev,make,postgresql,nginx,wrk,stress-ng,povray")
 }
 
 /// The folder with a disk that has what Linux is built with.
 pub fn compiler_disk() -> Result<PathBuf> {
-    make_disk("debian-compiler", "gcc,libc6-dev,make,flex,bison,bc,xz-utils,libelf-dev")
+    make_disk("debian-compiler", "x86", "gcc,libc6-dev,make,flex,bison,bc,xz-utils,libelf-dev")
 }
 
-/// The folder of this name with a disk that has these packages, too; it is made once and kept until
-/// disks are made otherwise.
-fn make_disk(name: &str, packages: &str) -> Result<PathBuf> {
+/// The folder of this name with a disk for an architecture that has these packages, too; it is made
+/// once and kept until disks are made otherwise.
+fn make_disk(name: &str, arch: &str, packages: &str) -> Result<PathBuf> {
     let cache = target().join("cache");
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    let folder = cache.join(name);
+    let folder = cache.join(if arch == "x86" { name.into() } else { format!("{name}-{arch}") });
     let make = |as_root: bool, more: &[&str]| {
         let mut command = parador(&cache);
-        command.args(["rootfs", "debian", "--include", packages]);
+        command.args(["rootfs", "debian", "--arch", arch, "--include", packages]);
         command.args(more).arg("--output").arg(&folder);
         if as_root {
             let mut root = Command::new("sudo");

@@ -173,10 +173,14 @@ fn tests(seconds: u32) -> Vec<Test> {
                 [(Backend::NativeX86Npt, ""), (Backend::NativeX86Vtlb, vtlb::KEY)]
             {
                 let name = format!("{backend}/debian/{cpus}-cpu");
-                let body = move || debian::run(cpus, vtlb);
+                let body = move || debian::run(backend, cpus, vtlb);
                 tests.push(Test::new(name, Class::SmpOrKill, body).with_qemu_threads(cpus));
             }
         }
+        let arm = Backend::NativeArm64Vhe;
+        let body = move || debian::run(arm, 4, "");
+        let test = Test::new(format!("{arm}/debian/4-cpu"), Class::SmpOrKill, body);
+        tests.push(test.with_qemu_threads(4));
     }
     for scenario in scenarios(is_long) {
         let more = if is_long { scenario.long_cpus } else { &[] };

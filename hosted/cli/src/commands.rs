@@ -153,6 +153,7 @@ enum RootfsCommand {
 Examples:
   sudo parador rootfs debian -o debian
   sudo parador rootfs debian -o debian --size 8G --include postgresql,git --ssh-key ~/.ssh/id_ed25519.pub
+  sudo parador rootfs debian -o debian-arm64 --arch arm64
 
 Output: `disk.img`, `vmlinuz`, `initrd.img` and, without --ssh-key, a key pair `ssh-key`;
 see examples/debian.toml. root logs in on the console without a password, and over ssh with the key.

@@ -1,12 +1,14 @@
 //! `parador rootfs debian`: builds a Debian disk image, and the kernel and initial RAM disk that
 //! boot it.
 //!
-//! debootstrap and apt fill a folder, from which `mke2fs -d` creates a file system: no loop
-//! devices, and all mounts are in a namespace of their own. The result is a folder that appears
+//! debootstrap and apt fill a folder, with programs of another architecture executed by QEMU's user
+//! emulation; from it `mke2fs -d` creates a file system: no loop devices, and all mounts are in a
+//! namespace of their own. The result is a folder that appears
 //! complete or not at all. An existing disk is only replaced on request: a guest may have written
 //! to it. One disk is built at a time, because all builds share a package cache.
 
 use clap::Args;
+use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
@@ -17,7 +19,7 @@ use hosted_command::trust;
 use hosted_command::value::Size;
 use hosted_kbuild::kernel::KernelFile;
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
@@ -40,9 +42,8 @@ const VERSION: &str = "parador rootfs 1";
 const ARCHIVES: &str = "/var/cache/parador/packages";
 /// Lock of the package cache, held during a build.
 const ARCHIVES_LOCK: &str = "/var/cache/parador/packages.lock";
-/// Packages of every disk: a stock kernel and its RAM disk, systemd with logins and network, ssh.
-const PACKAGES: [&str; 11] = [
-    "linux-image-cloud-amd64",
+/// Packages of every disk besides its kernel: the RAM disk, systemd with logins and network, ssh.
+const PACKAGES: [&str; 10] = [
     "initramfs-tools",
     "zstd",
     "systemd-sysv",
@@ -54,8 +55,16 @@ const PACKAGES: [&str; 11] = [
     "iputils-ping",
     "openssh-server",
 ];
-/// Script that runs in the tree after debootstrap.
-const SCRIPT: &str = include_str!("rootfs.sh");
+/// Script that makes the tree's programs run, and the one that runs there after debootstrap.
+const ENTER: &str = include_str!("rootfs/enter.sh");
+const SCRIPT: &str = include_str!("rootfs/packages.sh");
+/// Program that executes those of AArch64, its package, and its handler for binfmt_misc
+/// (Linux, Documentation/admin-guide/binfmt-misc.rst): header of an ELF file for AArch64, and the
+/// bits of it that count. F: the program is the host's, not the tree's.
+const QEMU: (&str, &str) = ("qemu-aarch64-static", "qemu-user-static");
+const HEADER: &str = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00";
+const MASK: &str =
+    r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff";
 /// Required programs and their packages.
 const NEEDED: [(&str, &str); 6] = [
     ("debootstrap", "debootstrap"),
@@ -92,6 +101,9 @@ pub struct Options {
     /// Output folder.
     #[arg(short, long, value_name = "FOLDER")]
     pub output: PathBuf,
+    /// Architecture of the disk's programs, and so of the machine for it.
+    #[arg(long, value_enum, default_value = "x86")]
+    pub arch: Architecture,
     /// Size of the disk. The file is sparse.
     #[arg(long, value_name = "SIZE", value_parser = Size::parse, default_value = "4G")]
     pub size: Size,
@@ -162,7 +174,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
         messages::to_stderr(format_args!("parador: {} already exists\n", output.display()));
         return Ok(());
     }
-    check_host()?;
+    check_host(options.arch)?;
     let archives = archives()?;
 
     let parent = match output.parent() {
@@ -222,7 +234,11 @@ fn record(options: &Options, key: Option<&str>) -> String {
     let security = options.security_mirror.as_deref();
     let modules = options.modules.as_deref().map(Path::display);
     format!(
-        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}{}include {}\nkey {}\n",
+        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}{}{}include {}\nkey {}\n",
+        match options.arch {
+            Architecture::X86 => "",
+            Architecture::Arm64 => "architecture arm64\n",
+        },
         security.map(|url| format!("security mirror {url}\n")).unwrap_or_default(),
         modules.map(|path| format!("modules {path}\n")).unwrap_or_default(),
         include.join(","),
@@ -257,15 +273,16 @@ fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
 }
 
 /// Returns the required packages that are missing.
-fn missing(is_there: impl Fn(&Path) -> bool) -> Vec<&'static str> {
-    let all = NEEDED.into_iter().chain([KEYRING]);
+fn missing(arch: Architecture, is_there: impl Fn(&Path) -> bool) -> Vec<&'static str> {
+    let emulator = (arch != Architecture::X86).then_some(QEMU);
+    let all = NEEDED.into_iter().chain([KEYRING]).chain(emulator);
     all.filter(|(file, _)| !is_there(Path::new(file))).map(|(_, package)| package).collect()
 }
 
 /// Checks the requirements on the host.
-fn check_host() -> Result<(), Failure> {
+fn check_host(arch: Architecture) -> Result<(), Failure> {
     // The keyring is a path, programs are names.
-    let missing = missing(|file| supervise::find(file).is_some());
+    let missing = missing(arch, |file| supervise::find(file).is_some());
     if !missing.is_empty() {
         let message = format!("building a disk requires {}", missing.join(", "));
         return Err(Failure::new(failure::UNAVAILABLE, message)
@@ -309,6 +326,7 @@ fn modules(
     caller: Option<u32>,
 ) -> Result<Option<PathBuf>, Failure> {
     match options.modules.as_deref() {
+        None if options.arch != Architecture::X86 => Ok(None),
         None => Ok(kernel.and_then(KernelFile::modules)),
         Some(path) if path == Path::new(NO_MODULES) => Ok(None),
         Some(path) if path.is_dir() => Ok(Some(trust::check_for(path, caller)?.join("."))),
@@ -342,7 +360,7 @@ fn make(
     interruptible: &Interruptible,
 ) -> Result<(), Failure> {
     let Inputs { options, key, modules, archives } = inputs;
-    let Options { suite, mirror, include, size, .. } = options;
+    let Options { suite, mirror, include, size, arch, .. } = options;
     let tree = work.join("tree");
     let key_file = match key {
         Some(text) => {
@@ -358,6 +376,9 @@ fn make(
         let mut command = contained("debootstrap")?;
         // Without --force-check-gpg, debootstrap only warns about a missing keyring.
         command.args(["--variant=minbase", "--force-check-gpg", "--keyring", KEYRING.0]);
+        if *arch != Architecture::X86 {
+            command.args(["--foreign", "--arch", GuestArchitecture::from(*arch).debian()]);
+        }
         command.arg("--cache-dir").arg(archives).arg(suite).arg(&tree).arg(mirror);
         run(&mut command, "debootstrap", step, interruptible)
             .map_err(|error| error.help(network))?;
@@ -365,14 +386,17 @@ fn make(
     })?;
     steps.run("packages", |step| {
         let mut command = contained("sh")?;
-        command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
+        command.args(["-c", ENTER, "parador-rootfs", "sh", "-c", SCRIPT, "parador-rootfs"]);
+        command.arg(GuestArchitecture::from(*arch).kernel_package()).args(PACKAGES).args(include);
         command.env("TREE", &tree).env("ARCHIVES", archives).env("KEY", &key_file);
+        let (emulator, handler) = emulator(*arch)?;
+        command.env("WORK", work).env("QEMU", emulator).env("HANDLER", handler);
         command.env("SUITE", suite).env("MIRROR", mirror);
         command.env("MODULES", modules.as_deref().unwrap_or(Path::new("")));
         command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());
         run(&mut command, "apt-get", step, interruptible)
             .map_err(|error| error.help("check the package names and that the disk is not full"))?;
-        Ok(((), format!("{} and their dependencies", PACKAGES.len() + include.len())))
+        Ok(((), format!("{} and their dependencies", 1 + PACKAGES.len() + include.len())))
     })?;
     let version = kernel_version(&tree)?;
     copy_boot_files(&tree, &version, result)?;
@@ -388,6 +412,22 @@ fn make(
             .map_err(|error| error.help("check the free space on this disk, and --size"))?;
         Ok(((), format!("{size}, Linux {version}")))
     })
+}
+
+/// Returns the program that executes those of a disk, and its handler for binfmt_misc; nothing if
+/// the processor does.
+fn emulator(arch: Architecture) -> Result<(PathBuf, OsString), Failure> {
+    if arch == Architecture::X86 {
+        return Ok(Default::default());
+    }
+    let program = supervise::find(Path::new(QEMU.0)).ok_or_else(|| {
+        Failure::new(failure::UNAVAILABLE, format!("no program {}", QEMU.0))
+            .help(format!("apt-get install {}", QEMU.1))
+    })?;
+    let mut handler = OsString::from(format!(":parador-aarch64:M::{HEADER}:{MASK}:"));
+    handler.push(&program);
+    handler.push(":F");
+    Ok((program, handler))
 }
 
 /// Returns the package cache: owned by root under sudo, too, because its contents are
@@ -510,6 +550,7 @@ mod tests {
     fn options(output: PathBuf) -> Options {
         Options {
             output,
+            arch: Architecture::X86,
             size: Size(4 << 30),
             include: vec!["b".into(), "a".into()],
             ssh_key: None,
@@ -536,6 +577,9 @@ mod tests {
         assert!(is_there(&options, &record).unwrap());
         options.include.reverse();
         assert_eq!(super::record(&options, None), record);
+        options.arch = Architecture::Arm64;
+        assert!(is_there(&options, &super::record(&options, None)).is_err());
+        options.arch = Architecture::X86;
         options.size = Size(2 << 30);
         let other = super::record(&options, None);
         assert!(is_there(&options, &other).is_err());
@@ -566,9 +610,14 @@ mod tests {
 
     #[test]
     fn without_keys_there_is_no_disk() {
-        assert_eq!(missing(|_| true), [""; 0]);
-        assert_eq!(missing(|file| file != Path::new(KEYRING.0)), ["debian-archive-keyring"]);
-        assert_eq!(missing(|file| file != Path::new("gpgv")), ["gpgv"]);
+        use Architecture::{Arm64, X86};
+        assert_eq!(missing(Arm64, |_| true), [""; 0]);
+        let keyring = |file: &Path| file != Path::new(KEYRING.0);
+        assert_eq!(missing(X86, keyring), ["debian-archive-keyring"]);
+        assert_eq!(missing(X86, |file| file != Path::new("gpgv")), ["gpgv"]);
+        let emulator = |file: &Path| file != Path::new("qemu-aarch64-static");
+        assert_eq!(missing(X86, emulator), [""; 0]);
+        assert_eq!(missing(Arm64, emulator), ["qemu-user-static"]);
     }
 
     #[test]

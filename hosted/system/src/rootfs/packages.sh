@@ -1,16 +1,15 @@
-# Makes a fresh debootstrap tree a Debian that boots as a guest. Runs in mount and PID namespaces of
-# its own, so that mounts and processes are gone when it ends.
+# Makes a fresh debootstrap tree a Debian that boots as a guest. enter.sh executes it.
 #
-# Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR;
-# SECURITY_MIRROR, empty for none; KEY, a file with a public key; MODULES, what is copied to
-# the modules, empty for none.
+# Environment: TREE, the tree; SUITE and MIRROR; SECURITY_MIRROR, empty for none; KEY, a file with a
+# public key; MODULES, what is copied to the modules, empty for none.
 # Arguments: packages.
 set -eu
 
-mount -t proc proc "$TREE/proc"
-mount -t sysfs -o ro sysfs "$TREE/sys"
-mount -t tmpfs tmpfs "$TREE/dev/shm"
-mount --bind "$ARCHIVES" "$TREE/var/cache/apt/archives"
+if [ -x "$TREE/debootstrap/debootstrap" ]; then
+    # The second stage of another architecture. In a user namespace it cannot make device files,
+    # which are there already, as in containers of LXC.
+    container=lxc chroot "$TREE" /debootstrap/debootstrap --second-stage
+fi
 # Nothing is to start in the tree while packages are installed.
 printf '#!/bin/sh\nexit 101\n' >"$TREE/usr/sbin/policy-rc.d"
 chmod 755 "$TREE/usr/sbin/policy-rc.d"
