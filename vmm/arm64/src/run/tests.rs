@@ -56,6 +56,18 @@ impl Vcpu for ScriptVcpu {
 }
 
 impl Arm64Vcpu for ScriptVcpu {
+    fn run_to_access(&mut self) -> Option<(MemoryFault, u64)> {
+        match self.exits.front() {
+            Some(&Exit::MemoryFault { fault, syndrome }) => {
+                self.exits.pop_front();
+                Some((fault, syndrome))
+            }
+            _ => None,
+        }
+    }
+    fn other_exit(&mut self) -> Exit {
+        self.run()
+    }
     fn general(&mut self, index: usize) -> u64 {
         self.general[index]
     }
