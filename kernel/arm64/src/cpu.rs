@@ -27,8 +27,6 @@ pub struct PerCpu {
     kernel_stack_top: u64,
     /// Top of its stack for exceptions in the kernel.
     bug_stack_top: u64,
-    /// Stack pointer of the kernel while a guest runs. Only assembly uses it.
-    guest_stack: AtomicU64,
     /// Index of this CPU; 0 is the boot CPU.
     pub id: usize,
     /// Its affinity.
@@ -61,10 +59,12 @@ pub struct GuestRun {
     pub timer_list: AtomicU64,
     /// Not 0: the CPU may wait in place of the guest.
     pub may_wait: AtomicU64,
-    /// Ticks that it has waited so.
-    pub waited: AtomicU64,
     /// HCR_EL2 of the guest whose registers are loaded.
     pub hcr: AtomicU64,
+    /// Stack pointer of the kernel while a guest runs. Only assembly uses it.
+    stack: AtomicU64,
+    /// Ticks that it has waited so. Assembly loads it together with `stack`.
+    pub waited: AtomicU64,
 }
 
 /// Offset of the top of the kernel stack in [`PerCpu`], for assembly.
@@ -72,7 +72,8 @@ pub const KERNEL_STACK_TOP: usize = offset_of!(PerCpu, kernel_stack_top);
 /// Offset of the top of the stack for exceptions in the kernel.
 pub const BUG_STACK_TOP: usize = offset_of!(PerCpu, bug_stack_top);
 /// Offset of the kernel's stack pointer while a guest runs.
-pub const GUEST_STACK: usize = offset_of!(PerCpu, guest_stack);
+pub const GUEST_STACK: usize = offset_of!(PerCpu, guest.stack);
+const _: () = assert!(WAITED == GUEST_STACK + 8);
 /// Offsets of the fields of [`GuestRun`].
 pub const TIMER_LIST: usize = offset_of!(PerCpu, guest.timer_list);
 /// See [`TIMER_LIST`].
@@ -124,7 +125,6 @@ pub unsafe fn create(affinity: u64) -> usize {
     let state = PerCpu {
         kernel_stack_top: kernel_stack_top(index),
         bug_stack_top: area(index) + BUG_STACK.1,
-        guest_stack: AtomicU64::new(0),
         id: index,
         affinity,
         guest: GuestRun::default(),

@@ -8,7 +8,7 @@
 //! before that, in assembly: the hypercall of the version, the interrupt of the guest's timer, and
 //! the wait for it.
 
-mod handlers;
+pub mod handlers;
 
 use core::arch::global_asm;
 use core::mem::offset_of;
@@ -24,7 +24,7 @@ use hw_arm64::registers::{CNTHCTL_HOST, CNTKCTL_TASKS, hcr, sctlr};
 
 use crate::context::{ThreadContext, UserRegisters};
 use crate::vcpu::virqs;
-use crate::{alternative, cpu, memory, run};
+use crate::{alternative, cpu, fastpath, memory, run};
 
 global_asm!(
     ".macro save_registers stack",
@@ -32,8 +32,10 @@ global_asm!(
     "stp x2, x3, [sp, #16]",
     "save_further \\stack",
     ".endm",
-    // Saves the registers from x4 on. Leaves x0 as it is, and the syndrome in x1.
-    ".macro save_further stack",
+    // Saves the registers from x4 on. Leaves x0 and x8 as they are, and the syndrome in x1, or in
+    // the given register. x3 is the word after the stack pointer: of a guest the ticks that the CPU
+    // has waited in its place.
+    ".macro save_further stack, syndrome=x1",
     "stp x4, x5, [sp, #32]",
     "stp x6, x7, [sp, #48]",
     "stp x8, x9, [sp, #64]",
@@ -51,14 +53,13 @@ global_asm!(
     "mrs x3, elr_el2",
     "mrs x4, spsr_el2",
     "mrs x5, tpidr_el0",
-    "mrs x1, esr_el2",
+    "mrs \\syndrome, esr_el2",
     "stp x30, x2, [sp, #240]",
     "stp x3, x4, [sp, #{elr}]",
-    "stp x5, x1, [sp, #{tpidr}]",
+    "stp x5, \\syndrome, [sp, #{tpidr}]",
     "mrs x2, tpidr_el2",
-    "ldr x2, [x2, #\\stack]",
+    "ldp x2, x3, [x2, #\\stack]",
     "mov sp, x2",
-    "mov x29, xzr",
     ".endm",
     ".macro bug kind",
     ".balign 128",
@@ -148,10 +149,13 @@ global_asm!(
     "bugs",
     // From tasks: synchronous, interrupt, fast interrupt (none is in group 0), error.
     ".balign 128",
-    "save_registers {kernel_stack}",
-    "ubfx x2, x1, #26, #6",
-    "cmp x2, #{call}",
-    "b.eq {system_call}",
+    "stp x0, x1, [sp]",
+    "mov x0, sp",
+    "stp x2, x3, [sp, #16]",
+    "save_further {kernel_stack}",
+    "lsr w2, w1, #{class_shift}",
+    "cmp w2, #{call}",
+    "b.eq 23f",
     "b 3f",
     ".balign 128",
     "b 2f",
@@ -167,6 +171,11 @@ global_asm!(
     "save_registers {kernel_stack}",
     "bl {interrupt}",
     "b leave_kernel",
+    // A system call: x0 is the thread's context.
+    "23:",
+    "cmp x8, #{last_ipc}",
+    "b.hi {system_call}",
+    "b {fast_ipc}",
     "3:",
     "mov x0, x1",
     "mrs x1, far_el2",
@@ -265,21 +274,20 @@ global_asm!(
     // of 64-bit guests.
     "22:",
     "lsr x2, x0, #20",
-    "mov x3, #{unconditional}",
-    "and x2, x2, x3",
+    "mov x5, #{unconditional}",
+    "and x2, x2, x5",
     "cmp x2, #{unconditional_wait}",
     "b.ne 4f",
-    "ldr x3, ={it}",
-    "tst x4, x3",
+    "ldr x5, ={it}",
+    "tst x4, x5",
     "b.ne 4f",
-    "mov x1, #{synchronous}",
+    "lsl x1, x3, #{waited_shift}",
     "b 4f",
     "20:",
     "stp x2, x3, [sp, #16]",
     "6:",
-    "save_further {guest_stack}",
-    "mov x0, x1",
-    "mov x1, #{synchronous}",
+    "save_further {guest_stack}, x0",
+    "lsl x1, x3, #{waited_shift}",
     "4:",
     "ldr x2, ={host}",
     alternative!("msr hcr_el2, x2", "bl to_host"),
@@ -390,6 +398,9 @@ global_asm!(
     bug_stack = const cpu::BUG_STACK_TOP,
     call = const class::SUPERVISOR_CALL,
     bug_handler = sym handlers::kernel_exception,
+    class_shift = const esr::CLASS_SHIFT,
+    last_ipc = const fastpath::LAST_IPC,
+    fast_ipc = sym fastpath::fast_ipc_handler,
     system_call = sym handlers::system_call_handler,
     interrupt = sym handlers::interrupt_handler,
     exception = sym handlers::exception_handler,
@@ -414,6 +425,7 @@ global_asm!(
     it = const aarch32::psr::IT,
     may_wait = const cpu::MAY_WAIT,
     waited = const cpu::WAITED,
+    waited_shift = const exit_kind::WAITED_SHIFT,
     timer_list = const cpu::TIMER_LIST,
     all_lists = const virqs::ALL_LISTS,
     link_shift = const ich::LINK_SHIFT,
@@ -427,7 +439,6 @@ global_asm!(
     version = const HYPERCALL_VERSION,
     abi_version = const abi::ABI_VERSION,
     handled = const offset_of!(VcpuState, run.handled_in_kernel),
-    synchronous = const exit_kind::SYNCHRONOUS,
     synchronous_32 = const exit_kind::SYNCHRONOUS_32,
     by_interrupt = const exit_kind::INTERRUPT,
     by_error = const exit_kind::ERROR,
@@ -469,6 +480,9 @@ pub mod exit_kind {
     pub const ERROR: u64 = 2;
     /// An exception with a syndrome of a 32-bit vCPU, or an error.
     pub const SYNCHRONOUS_32: u64 = 3;
+    /// Of a synchronous exception: lowest bit of the ticks that the CPU has waited in place of the
+    /// guest. If it has, the kind is not [`SYNCHRONOUS`].
+    pub const WAITED_SHIFT: u32 = 8;
 }
 
 /// Result of [`enter_guest`].

@@ -199,12 +199,12 @@ pub fn take() -> Option<(InService, Cause)> {
 /// IAR, which has more than the number of an SGI. A GICv3 has no longer numbers before LPIs are
 /// enabled.
 pub fn taken(value: u64) -> Option<(InService, Cause)> {
-    // SAFETY: orders the read before the accesses to devices that follow.
-    unsafe { core::arch::asm!("dsb sy", options(nostack)) };
     let number = value as u32 & gic::v2::NUMBER;
     if u64::from(number) >= gic::FIRST_SPECIAL {
         return None;
     }
+    // SAFETY: orders the read before the accesses to devices that follow.
+    unsafe { core::arch::asm!("dsb sy", options(nostack)) };
     let cause = match number {
         KICK => Cause::Kick,
         _ if number == TIMER.load(Ordering::Relaxed) => Cause::Timer,

@@ -17,6 +17,8 @@ pub mod context;
 pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
+#[cfg(target_os = "none")]
+pub mod fastpath;
 pub mod format;
 #[cfg(target_os = "none")]
 pub mod gic;

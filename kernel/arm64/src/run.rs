@@ -68,14 +68,34 @@ fn arm_for_log(cpu_index: usize) {
 }
 
 /// Handles all pending interrupts of this CPU.
+#[inline(never)]
 pub fn handle_interrupts(kernel: &Kernel<Arm64>, cpu_index: usize) {
-    while let Some(interrupt) = gic::take() {
-        handle_interrupt(kernel, cpu_index, interrupt);
+    handle_interrupts_inline(kernel, cpu_index);
+}
+
+/// [`handle_interrupts`] as a part of its caller.
+#[inline(always)]
+pub fn handle_interrupts_inline(kernel: &Kernel<Arm64>, cpu_index: usize) {
+    // The version is the same for all.
+    if gic::v2::is_present() {
+        while let Some(interrupt) = gic::taken(gic::v2::acknowledge()) {
+            handle_interrupt(kernel, cpu_index, interrupt);
+        }
+    } else {
+        while let Some(interrupt) = gic::taken(read_register!("icc_iar1_el1")) {
+            handle_interrupt_inline(kernel, cpu_index, interrupt);
+        }
     }
 }
 
 /// Handles an interrupt of this CPU that has been taken.
-pub fn handle_interrupt(
+#[inline(never)]
+pub fn handle_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize, interrupt: (InService, Cause)) {
+    handle_interrupt_inline(kernel, cpu_index, interrupt);
+}
+
+#[inline(always)]
+fn handle_interrupt_inline(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
     (in_service, cause): (InService, Cause),
@@ -115,7 +135,9 @@ pub fn set_tables(root: u64) {
 }
 
 /// Sets the tables ([`set_tables`]), and flushes this CPU's TLB entries of tasks, which all have
-/// ASID 0, or the same VMID.
+/// ASID 0, or the same VMID. The return to EL0 synchronises it: the kernel does not use tasks'
+/// addresses.
+#[inline(always)]
 fn load_table(root: u64) {
     set_tables(root);
     // SAFETY: flushes only.
@@ -124,10 +146,21 @@ fn load_table(root: u64) {
             "dsb nshst",
             alternative!("tlbi aside1, xzr", "tlbi vmalls12e1"),
             "dsb nsh",
-            "isb",
             options(nostack)
         );
     }
+}
+
+/// Loads the address space `space` of `task`.
+#[inline(always)]
+pub fn load_space(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    task: Handle<Task<Arm64>>,
+    space: &Space<Arm64>,
+) {
+    kernel.enter_space(cpu_index, task);
+    load_table(kernel.memory.physical(space.root));
 }
 
 /// Without VHE: loads the tables of the current thread's task again, and returns whether they are
@@ -303,8 +336,7 @@ unsafe impl Processor for Arm64 {
         task: Handle<Task<Self>>,
         space: &Space<Self>,
     ) {
-        kernel.enter_space(cpu_index, task);
-        load_table(kernel.memory.physical(space.root));
+        load_space(kernel, cpu_index, task, space);
     }
 
     #[inline(always)]

@@ -29,9 +29,10 @@ use core::sync::atomic::Ordering;
 use abi::Status;
 use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, pstate};
 use abi::vcpu::exit;
+use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::arch::ArchVcpu;
-use kernel_core::object::{Space, Thread, Translation, Vcpu};
+use kernel_core::object::{Space, Thread, ThreadState, Translation, Vcpu, Vm};
 use kernel_core::pool::{Cached, Factory, Frame, Handle, Memory};
 use kernel_core::table::Format;
 use kernel_core::{Kernel, count};
@@ -48,6 +49,8 @@ use sgi::PendingSgis;
 use timer::VirtualTimer;
 use virqs::VirtualInterface;
 
+/// Generation that no space has: the vCPU has not been entered with tables.
+const NO_GENERATION: u64 = u64::MAX;
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
 
@@ -60,10 +63,8 @@ pub struct VcpuFrames {
     timer: VirtualTimer,
     sgis: PendingSgis,
     lookup: Lookup,
-    /// Generation of the VM's space that the vCPU was last entered with, and whether that had
-    /// tables.
+    /// Generation of the VM's space that the vCPU was last entered with, or [`NO_GENERATION`].
     generation: Cell<u64>,
-    has_tables: Cell<bool>,
     /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
     /// 0: it is not blocked.
     halted: Cell<u64>,
@@ -86,8 +87,7 @@ impl ArchVcpu for VcpuFrames {
             timer: VirtualTimer::reset(),
             sgis: PendingSgis::new(0),
             lookup: Lookup::new((Cached::NONE, Cached::NONE)),
-            generation: Cell::new(0),
-            has_tables: Cell::new(false),
+            generation: Cell::new(NO_GENERATION),
             halted: Cell::new(0),
         };
         this.state().pstate.set(pstate::EL1_MASKED);
@@ -124,7 +124,7 @@ impl VcpuFrames {
         self.timer.clear();
         if is_loaded {
             timer::stop();
-            self.interface.load();
+            self.interface.load(false);
             self.timer.load(None);
         }
     }
@@ -136,12 +136,21 @@ pub struct GuestCpu {
     owner: Cell<Option<Handle<Vcpu<Arm64>>>>,
     /// vCPU whose registers of floating point are loaded.
     float_owner: Cell<Option<Handle<Vcpu<Arm64>>>>,
+    /// The last exit was handled, and the guest continues.
+    continues: Cell<bool>,
+    /// Why the last entry was refused.
+    refused: Cell<Option<Refused>>,
 }
 
 impl GuestCpu {
     /// State before the first guest.
     pub const fn unused() -> Self {
-        Self { owner: Cell::new(None), float_owner: Cell::new(None) }
+        Self {
+            owner: Cell::new(None),
+            float_owner: Cell::new(None),
+            continues: Cell::new(false),
+            refused: Cell::new(None),
+        }
     }
 }
 
@@ -174,22 +183,17 @@ fn flush_guests() {
 }
 
 /// Reason why a vCPU is not entered.
-enum EntryError {
+#[derive(Clone, Copy)]
+enum Refused {
     /// The VMM gets this exit.
     Exit(u64),
     /// `VcpuRun` ends with this status.
     Failed(Status),
 }
 
-/// State page and checked values for an entry.
-struct Prepared {
-    state: *const VcpuState,
-    pc: u64,
-    pstate: u64,
-}
-
 /// Enters the vCPU that `thread`, the CPU's current thread, runs in `VcpuRun`. Unless the VMM gets
 /// an exit, the thread stays in `VcpuRun` and enters the guest again when next dispatched.
+#[inline(always)]
 pub fn run(
     mut kernel: Guard,
     cpu_index: usize,
@@ -197,54 +201,165 @@ pub fn run(
     thread: &Thread<Arm64>,
     vcpu: &Vcpu<Arm64>,
 ) -> (Guard, Option<ReturnToUser<Arm64>>) {
-    let Some(mut entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
-        abort_run(&kernel, cpu_index);
-        return (kernel, None);
-    };
-    if entry.vcpu.arch.halted.get() != 0
-        && let Some(to_vmm) = wait::end(&kernel, entry)
-    {
-        return (kernel, Some(to_vmm));
-    }
     loop {
-        let prepared = match prepare(&kernel, local, entry) {
-            Ok(prepared) => prepared,
-            Err(EntryError::Exit(reason)) => {
-                let to_vmm = return_exit(&kernel, entry, reason, 0);
-                return (kernel, Some(to_vmm));
-            }
-            Err(EntryError::Failed(status)) => {
-                let to_vmm = end_run(&kernel, entry, status);
-                return (kernel, Some(to_vmm));
-            }
-        };
-        begin_run(&kernel, cpu_index, local, entry);
-        unlock(kernel);
-        // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires
-        // the lock; `prepare` has checked the processor state and loaded the guest's registers.
-        let exit = unsafe { stay_in_guest(&prepared) };
-        float::forbid();
-        kernel = lock(cpu_index);
-        entry = match finish_run(&kernel, cpu_index, local, exit) {
-            Some(entry) => entry,
-            None => {
-                handle_interrupts(&kernel, cpu_index);
-                abort_run(&kernel, cpu_index);
-                return (kernel, None);
-            }
-        };
-        let to_vmm = exits::handle(&kernel, cpu_index, local, entry, exit);
-        // After an interrupt another thread may be the current one.
-        let is_handled = to_vmm.is_none() && exit.kind == exit_kind::SYNCHRONOUS;
-        if !is_handled || kernel.has_work(cpu_index) {
+        let (after, to_vmm) = run_once(kernel, cpu_index, local, thread, vcpu);
+        kernel = after;
+        let continues = to_vmm.is_none() && local.continues.take();
+        if !continues || kernel.has_work(cpu_index) {
             return (kernel, to_vmm);
         }
     }
 }
 
-/// Prepares this CPU for the guest that it enters next, with the lock held.
+/// [`run`] until an exit that it does not handle itself. Accesses to memory that is not mapped,
+/// which the VMM emulates, and messages to other vCPUs and VMs are handled here; all else is in
+/// functions of its own, so that these paths need few registers.
+#[inline(never)]
+fn run_once(
+    mut kernel: Guard,
+    cpu_index: usize,
+    local: &GuestCpu,
+    thread: &Thread<Arm64>,
+    vcpu: &Vcpu<Arm64>,
+) -> (Guard, Option<ReturnToUser<Arm64>>) {
+    let Some(entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
+        abort_run(&kernel, cpu_index);
+        return (kernel, None);
+    };
+    let mut pstate = guest_state(entry.state());
+    let is_prepared = is_prepared(local, entry) || prepare(&kernel, local, entry);
+    // By the kind of the vCPU, 64 or 32 bits, which is loaded after `prepare`.
+    if !is_prepared || !vcpu.arch.system.permits(pstate) {
+        let to_vmm = refuse_entry(&kernel, local, entry);
+        return (kernel, Some(to_vmm));
+    }
+    begin_entry(&kernel, cpu_index, local, entry);
+    let (vm, _) = vcpu.arch.lookup.get();
+    loop {
+        let state = vcpu.arch.state();
+        arm(cpu_index, kernel.cpus[cpu_index].deadline().min(state.run.deadline.get()));
+        let pc = state.pc.get();
+        unlock(kernel);
+        // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires
+        // the lock; the processor state has been checked, and the guest's registers are loaded.
+        let exit = unsafe { stay_in_guest(vcpu.arch.state, pc, pstate) };
+        kernel = lock(cpu_index);
+        // If no object has been destroyed since, all still exist. The thread's state changes if
+        // another CPU stops it.
+        let runs = || matches!(thread.state.get(), ThreadState::InGuest { .. });
+        let is_synchronous = exit.kind == exit_kind::SYNCHRONOUS;
+        let Some(vm) = kernel.memory.cached(vm).filter(|_| is_synchronous && runs()) else {
+            return handle_exit(kernel, cpu_index, local, exit);
+        };
+        let is_handled = match esr::class(exit.syndrome) {
+            class::DATA_ABORT => {
+                match report_fault(&kernel, cpu_index, (thread, vcpu, vm), exit.syndrome) {
+                    None => return handle_exit(kernel, cpu_index, local, exit),
+                    to_vmm => return (kernel, to_vmm),
+                }
+            }
+            class::HYPERVISOR_CALL => exits::handle_hypercall(&kernel, vm, state),
+            class::WAIT => {
+                return handle_wait(kernel, cpu_index, local, (thread, vcpu), exit.syndrome);
+            }
+            class::SYSTEM_REGISTER => sgi::send(&kernel, (vcpu, vm), exit.syndrome),
+            _ => false,
+        };
+        if !is_handled {
+            return handle_exit(kernel, cpu_index, local, exit);
+        }
+        pstate = guest_state(state);
+        if !may_continue(&kernel, cpu_index, (vcpu, vm), pstate) {
+            local.continues.set(true);
+            return (kernel, None);
+        }
+    }
+}
+
+/// Returns whether the guest continues at once after an exit that the kernel has handled; otherwise
+/// the entry ends.
 #[inline(always)]
-fn begin_run(
+fn may_continue(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    (vcpu, vm): (&Vcpu<Arm64>, &Vm<Arm64>),
+    pstate: u64,
+) -> bool {
+    let state = vcpu.arch.state();
+    count_handled(kernel, state);
+    count(&kernel.counters.vm_entries);
+    let is_permitted = vcpu.arch.system.permits(pstate);
+    if kernel.has_work(cpu_index) || !is_unchanged(vcpu, vm) || !is_permitted {
+        end_entry(cpu_index, vcpu, vm);
+        return false;
+    }
+    if kernel.cpus[cpu_index].waits.get() && !kernel.may_wait(cpu_index) {
+        cpu::current().guest.may_wait.store(0, Ordering::Relaxed);
+    }
+    state.run.entries.add(1);
+    true
+}
+
+/// Handles a wait of the guest, whose vCPU and VM exist, for an interrupt.
+#[inline(never)]
+fn handle_wait(
+    kernel: Guard,
+    cpu_index: usize,
+    local: &GuestCpu,
+    (thread, vcpu): (&Thread<Arm64>, &Vcpu<Arm64>),
+    syndrome: u64,
+) -> (Guard, Option<ReturnToUser<Arm64>>) {
+    let Some(entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
+        let exit = GuestExit { syndrome, kind: exit_kind::SYNCHRONOUS };
+        return handle_exit(kernel, cpu_index, local, exit);
+    };
+    count(&kernel.counters.vm_entries);
+    end_entry(cpu_index, vcpu, entry.vm);
+    let to_vmm = wait::begin(&kernel, cpu_index, local, entry, syndrome);
+    (kernel, to_vmm)
+}
+
+/// Handles an exit: [`run_once`] does not.
+#[inline(never)]
+fn handle_exit(
+    kernel: Guard,
+    cpu_index: usize,
+    local: &GuestCpu,
+    mut exit: GuestExit,
+) -> (Guard, Option<ReturnToUser<Arm64>>) {
+    // The time of waits is in the CPU's area, too.
+    exit.kind &= (1 << exit_kind::WAITED_SHIFT) - 1;
+    let Some(entry) = finish_run(&kernel, cpu_index, local, exit) else {
+        handle_interrupts(&kernel, cpu_index);
+        abort_run(&kernel, cpu_index);
+        return (kernel, None);
+    };
+    let to_vmm = exits::handle(&kernel, cpu_index, local, entry, exit);
+    // After an interrupt another thread may be the current one.
+    local.continues.set(to_vmm.is_none() && exit.kind == exit_kind::SYNCHRONOUS);
+    (kernel, to_vmm)
+}
+
+/// Returns the exit to the VMM whose cause [`prepare`] has recorded, or that of a processor state
+/// that the vCPU may not have.
+#[cold]
+#[inline(never)]
+fn refuse_entry(
+    kernel: &Kernel<Arm64>,
+    local: &GuestCpu,
+    entry: GuestEntry<'_>,
+) -> ReturnToUser<Arm64> {
+    match local.refused.take() {
+        Some(Refused::Exit(reason)) => return_exit(kernel, entry, reason, 0),
+        Some(Refused::Failed(status)) => end_run(kernel, entry, status),
+        None => return_exit(kernel, entry, arm64_exit::INVALID_STATE, 0),
+    }
+}
+
+/// Prepares this CPU for the guest that it enters next, with the lock held; [`end_entry`] follows.
+/// Between them the guest can be left and entered again.
+#[inline(always)]
+fn begin_entry(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
     local: &GuestCpu,
@@ -252,12 +367,22 @@ fn begin_run(
 ) {
     let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
     active.set(active.get() | 1 << cpu_index);
-    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(run.deadline.get()));
     vcpu.arch.system.load_readable();
     float::permit(local, vcpu);
     let may_wait =
         run.halt.get() != 0 && kernel.may_wait(cpu_index) && virqs::has_system_registers();
     cpu::current().guest.may_wait.store(may_wait.into(), Ordering::Relaxed);
+}
+
+/// Ends the entries of a vCPU that still exists.
+#[inline(always)]
+fn end_entry(cpu_index: usize, vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>) {
+    float::forbid();
+    virqs::finish();
+    vcpu.arch.system.save_readable();
+    let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
+    active.set(active.get() & !(1 << cpu_index));
+    run.entries.add(1);
 }
 
 /// Ends a run of a guest, with the lock held again, and handles the interrupt that has ended it.
@@ -281,8 +406,9 @@ fn finish_run<'a>(
     {
         handle_interrupt(kernel, cpu_index, interrupt);
     }
-    virqs::finish();
     let Some(entry) = GuestEntry::current(kernel, cpu_index) else {
+        float::forbid();
+        virqs::finish();
         match local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
             Some(left) => left.arch.system.save_readable(),
             None => registers::clear_readable(),
@@ -290,12 +416,9 @@ fn finish_run<'a>(
         return None;
     };
     // The current thread is the one that has entered the guest.
-    entry.vcpu.arch.system.save_readable();
-    let (active, run) = (&entry.vm.space.active, &entry.state().run);
-    active.set(active.get() & !(1 << cpu_index));
-    run.entries.add(1);
+    end_entry(cpu_index, entry.vcpu, entry.vm);
     if ticks != 0 {
-        run.halted.add(ticks);
+        entry.state().run.halted.add(ticks);
     }
     Some(entry)
 }
@@ -305,14 +428,15 @@ fn finish_run<'a>(
 ///
 /// # Safety
 /// Those of [`enter_guest`] hold, and the state page exists until this CPU acquires the lock.
-unsafe fn stay_in_guest(prepared: &Prepared) -> GuestExit {
+#[inline(always)]
+unsafe fn stay_in_guest(page: *const VcpuState, pc: u64, processor_state: u64) -> GuestExit {
     // SAFETY: the page exists, by the caller; all fields are atomic integers, any value is valid.
-    let state = unsafe { &*prepared.state };
-    let (mut pc, mut processor_state) = (prepared.pc, prepared.pstate);
+    let state = unsafe { &*page };
+    let (mut pc, mut processor_state) = (pc, processor_state);
     loop {
         // SAFETY: by the caller; the processor state has been checked, and the other registers are
         // those with which the guest was left, or what the VMM has made of them meanwhile.
-        let exit = unsafe { enter_guest(prepared.state, pc, processor_state) };
+        let exit = unsafe { enter_guest(page, pc, processor_state) };
         let is_handled =
             exit.kind == exit_kind::SYNCHRONOUS && sgi::send_to_itself(state, exit.syndrome);
         if !is_handled {
@@ -329,28 +453,71 @@ unsafe fn stay_in_guest(prepared: &Prepared) -> GuestExit {
     }
 }
 
-/// Updates the vCPU's registers in the CPU before an entry.
-fn prepare(
+/// Returns whether the vCPU's registers in the CPU are as they have to be for an entry, and the VMM
+/// gets no exit instead: most entries after an exit.
+#[inline(always)]
+fn is_prepared(local: &GuestCpu, entry: GuestEntry<'_>) -> bool {
+    let (frames, state, space) = (&entry.vcpu.arch, entry.state(), &entry.vm.space);
+    // First what is most often not so.
+    frames.halted.get() == 0
+        && local.owner.get() == entry.vcpu.handle.get()
+        && frames.generation.get() == space.generation.get()
+        && state.run.dirty.get() == 0
+        && entry.notification.bits.get() == 0
+        && frames.sgis.get() == 0
+        && !frames.timer.is_pending()
+        && !space.dying.get()
+        && !virqs::has_words(state)
+}
+
+/// Returns whether the guest may continue after an exit that the kernel has handled, as far as that
+/// can have changed it, and other CPUs' changes of the VM's memory. Other threads that change the
+/// state page notify the vCPU, which interrupts this CPU.
+#[inline(always)]
+fn is_unchanged(vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>) -> bool {
+    vcpu.arch.generation.get() == vm.space.generation.get()
+        && !vm.space.dying.get()
+        && vcpu.arch.sgis.get() == 0
+}
+
+/// Updates the vCPU's registers in the CPU before an entry. Returns `false` and records the cause
+/// if the vCPU is not to be entered.
+#[inline(never)]
+fn prepare(kernel: &Kernel<Arm64>, local: &GuestCpu, entry: GuestEntry<'_>) -> bool {
+    match try_prepare(kernel, local, entry) {
+        Ok(()) => true,
+        Err(refused) => {
+            local.refused.set(Some(refused));
+            false
+        }
+    }
+}
+
+#[inline(always)]
+fn try_prepare(
     kernel: &Kernel<Arm64>,
     local: &GuestCpu,
     entry: GuestEntry<'_>,
-) -> Result<Prepared, EntryError> {
+) -> Result<(), Refused> {
     let (frames, state) = (&entry.vcpu.arch, entry.state());
+    let has_waited = frames.halted.get() != 0;
     let bits = entry.notification.bits.take();
+    if has_waited && !wait::end(kernel, entry, bits) {
+        return Err(Refused::Exit(exit::HALTED));
+    }
     if bits != 0 {
         state.run.events.set(bits);
-        return Err(EntryError::Exit(exit::RECALL));
+        return Err(Refused::Exit(exit::RECALL));
     }
-    let pstate = guest_state(state);
     let space = &entry.vm.space;
     if space.dying.get() {
-        return Err(EntryError::Failed(Status::Aborted));
+        return Err(Refused::Failed(Status::Aborted));
     }
     let is_owner = local.owner.get() == entry.vcpu.handle.get();
     let dirty = state.run.dirty.get();
     let is_changed = dirty & group::SYSTEM != 0;
     if is_changed {
-        frames.system.write(state).map_err(EntryError::Failed)?;
+        frames.system.write(state).map_err(Refused::Failed)?;
         if dirty & group::INTERRUPTS != 0 {
             frames.reset_interrupts(is_owner);
         }
@@ -368,23 +535,16 @@ fn prepare(
         }
         frames.system.load();
     }
-    let is_stale = !is_owner || frames.generation.get() != space.generation.get();
-    if is_stale || !frames.has_tables.get() {
+    if !is_owner || frames.generation.get() != space.generation.get() {
         let root = guest_root(kernel, space);
         set_tables(root.unwrap_or(no_tables()));
-        // Only an unmapping removes them, which changes the generation.
-        frames.has_tables.set(root.is_some());
-    }
-    if is_stale {
-        frames.generation.set(space.generation.get());
+        // The next entry looks for tables again if there are none. Only an unmapping removes them,
+        // which changes the generation.
+        frames.generation.set(root.map_or(NO_GENERATION, |_| space.generation.get()));
         io::instruction_barrier();
         flush_guests();
     }
-    // By the kind of the vCPU, 64 or 32 bits, which is loaded now.
-    if !frames.system.permits(pstate) {
-        return Err(EntryError::Exit(arm64_exit::INVALID_STATE));
-    }
-    Ok(Prepared { state: frames.state, pc: state.pc.get(), pstate })
+    Ok(())
 }
 
 /// Saves the registers of this CPU for the vCPU whose they are, and loads those of another, except
@@ -393,14 +553,15 @@ fn prepare(
 fn change_owner(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
     // Its registers are lost if it does not exist any more.
     let old = local.owner.get().and_then(|old| kernel.memory.get(old));
+    let are_free = virqs::are_free();
     let is_timer_active = old.map(|old| {
         old.arch.system.save();
-        old.arch.interface.save();
-        old.arch.timer.save()
+        old.arch.interface.save(are_free);
+        old.arch.timer.save(are_free)
     });
     local.owner.set(vcpu.handle.get());
     timer::stop();
-    vcpu.arch.interface.load();
+    vcpu.arch.interface.load(are_free);
     vcpu.arch.timer.load(is_timer_active);
 }
 
@@ -460,6 +621,27 @@ fn return_exit(
     run.exit_info.set(information);
     run.valid.set(0);
     end_run(kernel, entry, Status::Ok)
+}
+
+/// Ends entry and `VcpuRun` with the exit of an access at stage 2. `None`, without effect: the
+/// guest's own translation has changed meanwhile.
+#[inline(always)]
+fn report_fault(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    (thread, vcpu, vm): (&Thread<Arm64>, &Vcpu<Arm64>, &Vm<Arm64>),
+    syndrome: u64,
+) -> Option<ReturnToUser<Arm64>> {
+    let address = fault::address(syndrome)?;
+    count(&kernel.counters.vm_entries);
+    end_entry(cpu_index, vcpu, vm);
+    let run = &vcpu.arch.state().run;
+    run.fault_address.set(address);
+    run.exit_reason.set(exit::MEMORY_FAULT);
+    run.exit_info.set(fault::kind(syndrome));
+    run.valid.set(0);
+    kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
+    Some(ReturnToUser { task: thread.task, context: &raw const thread.context })
 }
 
 /// Ends `VcpuRun` with a status.

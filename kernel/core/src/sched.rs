@@ -48,8 +48,8 @@ pub struct Cpu<A: Arch> {
     pub space: Link<Task<A>>,
     /// Reschedule before returning to user mode.
     pub resched: Cell<bool>,
-    /// The current thread may wait without blocking ([`Kernel::may_wait`]).
-    waits: Cell<bool>,
+    /// The current thread may wait without blocking: result of [`Kernel::may_wait`].
+    pub waits: Cell<bool>,
     /// Time up to which the running context has been charged.
     charged: Cell<u64>,
     queues: [Queue<A>; PRIORITIES],
@@ -101,7 +101,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Sends an IPI to another CPU whose scheduler state or timer has changed.
-    fn interrupt_if_other(&self, cpu: usize) {
+    pub(crate) fn interrupt_if_other(&self, cpu: usize) {
         if cpu != A::this_cpu() {
             A::kick(cpu);
         }

@@ -60,6 +60,11 @@ pub trait Arm64Platform: Platform<Interrupts = Interrupts> {
     fn end(&mut self, outcome: Outcome);
     /// Returns whether a device may be at a guest-physical address.
     fn has_device(&self, address: u64) -> bool;
+    /// Reads from a device; `None`: none may be at the address.
+    #[inline(always)]
+    fn read_device(&mut self, cpu: usize, address: u64, size: u8) -> Option<u64> {
+        self.has_device(address).then(|| self.mmio_read(cpu, address, size))
+    }
     /// Guest-physical address of the vCPU's record of stolen time, in memory that the device tree
     /// leaves out; `None`: there is none.
     fn stolen_time_record(&self, cpu: usize) -> Option<u64>;

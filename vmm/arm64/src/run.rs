@@ -99,9 +99,22 @@ impl VcpuLoop {
             return Err(StopReason::Idle { deadline_ticks: u64::MAX });
         }
         self.put_virqs(vcpu, bus);
-        // Only one place handles accesses, so that it is part of the path of exits.
+        if self.parts[0].is_none()
+            && let Some((fault, syndrome)) = vcpu.run_to_access()
+        {
+            self.exits[Exit::MEMORY_FAULT] += 1;
+            self.access(fault, syndrome, vcpu, bus);
+            return Ok(());
+        }
+        self.handle_other(vcpu, bus)
+    }
+
+    /// Handles an exit that [`Arm64Vcpu::run_to_access`] has not returned. It is a function of its
+    /// own, so that the path of accesses has no large values and few registers.
+    #[inline(never)]
+    fn handle_other<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> Flow {
         let exit = match self.parts[0] {
-            None => vcpu.run(),
+            None => vcpu.other_exit(),
             Some(part) => self.take_part(part),
         };
         self.exits[exit.index()] += 1;
@@ -215,6 +228,7 @@ impl VcpuLoop {
     }
 
     /// Access to a device.
+    #[inline(always)]
     fn access<V: Arm64Vcpu, P: Arm64Platform>(
         &mut self,
         fault: MemoryFault,
@@ -223,14 +237,19 @@ impl VcpuLoop {
         bus: &mut P,
     ) {
         let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
-        let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
+        let Some(access) = described else {
             return self.other_access(fault, syndrome, vcpu, bus);
         };
         if access.is_write {
+            if !bus.has_device(fault.gpa) {
+                return self.other_access(fault, syndrome, vcpu, bus);
+            }
             let value = read_general(vcpu, access.general);
             bus.mmio_write(self.index, fault.gpa, access.size, value);
         } else {
-            let value = bus.mmio_read(self.index, fault.gpa, access.size);
+            let Some(value) = bus.read_device(self.index, fault.gpa, access.size) else {
+                return self.other_access(fault, syndrome, vcpu, bus);
+            };
             write_general(vcpu, access.general, extend(access, value));
         }
         skip(vcpu);

@@ -5,7 +5,7 @@ extern crate std;
 use std::collections::VecDeque;
 use std::vec::Vec;
 
-use vmm_vcpu::Vcpu;
+use vmm_vcpu::{MemoryFault, Vcpu};
 
 use crate::vcpu::{Arm64Vcpu, Exit, System, Virq, Width};
 
@@ -68,6 +68,20 @@ impl Vcpu for ScriptVcpu {
 }
 
 impl Arm64Vcpu for ScriptVcpu {
+    fn run_to_access(&mut self) -> Option<(MemoryFault, u64)> {
+        match self.exits.front() {
+            Some(&Exit::MemoryFault { fault, syndrome }) => {
+                self.exits.pop_front();
+                Some((fault, syndrome))
+            }
+            _ => None,
+        }
+    }
+
+    fn other_exit(&mut self) -> Exit {
+        self.run()
+    }
+
     fn general(&mut self, index: usize) -> u64 {
         self.general[index]
     }

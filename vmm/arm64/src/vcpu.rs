@@ -121,6 +121,9 @@ pub const EXIT_NAMES: [&str; 14] = [
 ];
 
 impl Exit {
+    /// Index of [`Exit::MemoryFault`].
+    pub const MEMORY_FAULT: usize = 6;
+
     /// Index of the reason, for counting.
     pub const fn index(&self) -> usize {
         match self {
@@ -130,7 +133,7 @@ impl Exit {
             Self::Waited { .. } => 3,
             Self::Hypercall => 4,
             Self::SecureCall => 5,
-            Self::MemoryFault { .. } => 6,
+            Self::MemoryFault { .. } => Self::MEMORY_FAULT,
             Self::SystemRegister { .. } => 7,
             Self::VirqEnded { .. } => 8,
             Self::Unknown { .. } => 9,
@@ -144,6 +147,12 @@ impl Exit {
 
 /// A vCPU of AArch64. Setters take effect at the next [`Vcpu::run`].
 pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
+    /// Runs the guest until an exit. Returns the access, with its syndrome, if that is one to
+    /// memory that is not mapped; `None`: [`Arm64Vcpu::other_exit`] returns the exit. Most exits
+    /// are accesses, for which no [`Exit`] has to be made and taken apart.
+    fn run_to_access(&mut self) -> Option<(MemoryFault, u64)>;
+    /// Returns the exit of the last [`Arm64Vcpu::run_to_access`], or that of a further run.
+    fn other_exit(&mut self) -> Exit;
     /// General-purpose register, below 31.
     fn general(&mut self, index: usize) -> u64;
     /// Sets it.

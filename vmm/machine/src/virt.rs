@@ -483,6 +483,30 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevi
     }
 }
 
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
+    CpuBus<'_, '_, H, R, CPUS, P>
+{
+    /// Reads a register of the board's own devices.
+    #[inline(always)]
+    fn read_chip(&mut self, chip: Chip, offset: u64, size: u8) -> u64 {
+        let access = Access::new(offset, size);
+        if !offset.is_multiple_of(size.into()) {
+            return 0;
+        }
+        let mut devices = self.virt.devices.lock();
+        devices.effects.has_line = false;
+        devices.accessing = self.cpu;
+        let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
+        let has_line = devices.effects.has_line;
+        drop(devices);
+        if has_line {
+            // Reads have no other effects that concern a vCPU.
+            self.locked(|_, _| {});
+        }
+        value
+    }
+}
+
 impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Platform
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
@@ -505,24 +529,10 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     }
 
     fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
-        let Some((chip, offset)) = chip_at(address) else {
-            return self.read_slot(address, size);
-        };
-        let access = Access::new(offset, size);
-        if !offset.is_multiple_of(size.into()) {
-            return 0;
+        match chip_at(address) {
+            Some((chip, offset)) => self.read_chip(chip, offset, size),
+            None => self.read_slot(address, size),
         }
-        let mut devices = self.virt.devices.lock();
-        devices.effects.has_line = false;
-        devices.accessing = self.cpu;
-        let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
-        let has_line = devices.effects.has_line;
-        drop(devices);
-        if has_line {
-            // Reads have no other effects that concern a vCPU.
-            self.locked(|_, _| {});
-        }
-        value
     }
 
     fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
@@ -616,6 +626,14 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
         self.locked(|devices, _| {
             devices.effects.end.get_or_insert(outcome);
         });
+    }
+
+    #[inline(always)]
+    fn read_device(&mut self, _: usize, address: u64, size: u8) -> Option<u64> {
+        match chip_at(address) {
+            Some((chip, offset)) => Some(self.read_chip(chip, offset, size)),
+            None => self.has_slot(address).then(|| self.read_slot(address, size)),
+        }
     }
 
     fn has_device(&self, address: u64) -> bool {

@@ -9,15 +9,21 @@ use kernel_run::{exit, lock};
 
 use super::leave_to;
 use crate::context::ThreadContext;
-use crate::{Arm64, cpu, read_register, run};
+use crate::run::Guard;
+use crate::{Arm64, cpu, fastpath, read_register, run};
 
-/// Handles a system call.
-pub(super) extern "C" fn system_call_handler() -> ! {
+/// Handles a system call on the general path.
+pub(super) extern "C" fn system_call_handler(context: *const ThreadContext) -> ! {
     let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    let caller = kernel.cpus[cpu_index].current.get();
+    handle_system_call(lock::lock::<Arm64>(cpu_index), cpu_index, context)
+}
+
+/// Handles a system call of the thread with this context, with the lock held.
+#[inline(always)]
+pub fn handle_system_call(kernel: Guard, cpu_index: usize, context: *const ThreadContext) -> ! {
+    // SAFETY: the entry code has passed the stack pointer of user mode.
+    let caller = unsafe { fastpath::calling_thread(&kernel, cpu_index, context) };
     let next = caller
-        .and_then(|handle| Some((handle, kernel.memory.get(handle)?)))
         .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
         .map(|next| exit::Next::new(&next));
     let context = exit::leave(kernel, cpu_index, next);
@@ -29,7 +35,7 @@ pub(super) extern "C" fn system_call_handler() -> ! {
 pub(super) extern "C" fn interrupt_handler() -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
-    run::handle_interrupts(&kernel, cpu_index);
+    run::handle_interrupts_inline(&kernel, cpu_index);
     exit::leave(kernel, cpu_index, None)
 }
 

@@ -87,5 +87,5 @@ fn send(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> bool {
     }
     let [low, high] = general.map(|index| state.x.get(index).map_or(0, |value| value.get()));
     let value = low & 0xffff_ffff | high << 32;
-    sgi::deliver_to_targets(kernel, entry, SoftwareInterrupt::decode(value))
+    sgi::deliver_to_targets(kernel, (entry.vcpu, entry.vm), SoftwareInterrupt::decode(value))
 }

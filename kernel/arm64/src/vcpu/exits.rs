@@ -39,15 +39,14 @@ pub fn handle(
     }
     let reason = match (kind, esr::class(syndrome)) {
         (exit_kind::SYNCHRONOUS, class::HYPERVISOR_CALL) => {
-            if handle_hypercall(kernel, entry.vm, state) {
+            if rang_doorbell(kernel, entry.vm, state) {
                 count_handled(kernel, state);
                 return None;
             }
             exit::HYPERCALL
         }
         (exit_kind::SYNCHRONOUS, class::WAIT) => {
-            state.pc.add(esr::instruction_length(syndrome));
-            wait::begin(kernel, cpu_index, entry)?
+            return wait_after_wait(kernel, cpu_index, local, entry, syndrome);
         }
         (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
             let Some(address) = fault::address(syndrome) else {
@@ -60,7 +59,11 @@ pub fn handle(
             return Some(to_vmm);
         }
         (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
-            if sgi::send(kernel, entry, syndrome) || identify(state, syndrome) {
+            if sent_sgi(kernel, entry, syndrome) {
+                count_handled(kernel, state);
+                return None;
+            }
+            if identify(state, syndrome) {
                 state.pc.add(INSTRUCTION);
                 count_handled(kernel, state);
                 return None;
@@ -83,13 +86,41 @@ pub fn handle(
 
 /// Handles a hypercall of the kernel's own, except that of the version, which the entry code
 /// answers. Returns whether it was one.
-fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
+#[inline(always)]
+pub fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
     let result = match state.x[NUMBER].get() {
         HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
         _ => return false,
     };
     state.x[NUMBER].set(result);
     true
+}
+
+/// Begins a wait ([`wait::begin`]) where the CPU has waited before, or an object has been destroyed
+/// while the guest ran. This and the next two are not part of [`handle`], which seldom calls them.
+#[inline(never)]
+fn wait_after_wait(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
+    entry: GuestEntry<'_>,
+    syndrome: u64,
+) -> Option<ReturnToUser<Arm64>> {
+    wait::begin(kernel, cpu_index, local, entry, syndrome)
+}
+
+/// Sends an SGI in the same cases.
+#[cold]
+#[inline(never)]
+fn sent_sgi(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> bool {
+    sgi::send(kernel, (entry.vcpu, entry.vm), syndrome)
+}
+
+/// Handles a hypercall in the same cases.
+#[cold]
+#[inline(never)]
+fn rang_doorbell(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
+    handle_hypercall(kernel, vm, state)
 }
 
 /// Handles a read of an identification register, whose instruction the caller skips. Returns

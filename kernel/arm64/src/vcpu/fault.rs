@@ -9,12 +9,18 @@ use crate::{read_register, write_register};
 
 /// Guest-physical address of the access that has faulted. `None`: the guest's translation of its
 /// address has changed.
+#[inline(always)]
 pub fn address(syndrome: u64) -> Option<u64> {
     let far = read_register!("far_el2");
-    let offset = far & (abi::PAGE_SIZE - 1);
-    if !esr::is_permission_fault(syndrome) || syndrome & esr::WALK != 0 {
-        return Some(hpfar_page(read_register!("hpfar_el2")) | offset);
+    if esr::is_permission_fault(syndrome) && syndrome & esr::WALK == 0 {
+        return translate(far);
     }
+    Some(hpfar_page(read_register!("hpfar_el2")) | far & (abi::PAGE_SIZE - 1))
+}
+
+#[inline(never)]
+fn translate(far: u64) -> Option<u64> {
+    let offset = far & (abi::PAGE_SIZE - 1);
     // The processor reports no page of faults by permissions (D24.2.61), so the guest's tables are
     // asked.
     let saved = read_register!("par_el1");
@@ -33,18 +39,16 @@ pub fn address(syndrome: u64) -> Option<u64> {
 }
 
 /// Kind of the access that has faulted ([`memory_fault`]).
+#[inline(always)]
 pub fn kind(syndrome: u64) -> u64 {
-    let is_fetch = esr::class(syndrome) == class::INSTRUCTION_ABORT;
-    let is_walk = syndrome & esr::WALK != 0;
+    const WRITE: u32 = esr::WRITE.trailing_zeros() - memory_fault::WRITE.trailing_zeros();
+    const WALK: u32 = esr::WALK.trailing_zeros() - memory_fault::WALK.trailing_zeros();
+    let walk = syndrome >> WALK & memory_fault::WALK;
+    if esr::class(syndrome) == class::INSTRUCTION_ABORT {
+        return memory_fault::FETCH | walk;
+    }
     // Maintenance of caches counts as a write in the syndrome, but does not write.
-    let is_write =
-        !is_fetch && syndrome & esr::WRITE != 0 && syndrome & esr::CACHE_MAINTENANCE == 0;
-    [
-        (is_write, memory_fault::WRITE),
-        (is_fetch, memory_fault::FETCH),
-        (is_walk, memory_fault::WALK),
-    ]
-    .into_iter()
-    .filter_map(|(holds, bit)| holds.then_some(bit))
-    .sum()
+    let is_maintenance = syndrome & esr::CACHE_MAINTENANCE != 0;
+    let write = if is_maintenance { 0 } else { syndrome >> WRITE & memory_fault::WRITE };
+    write | walk
 }

@@ -103,6 +103,7 @@ impl SystemRegisters {
     }
 
     /// Saves the registers of this CPU, whose owner the vCPU is.
+    #[inline(always)]
     pub fn save(&self) {
         macro_rules! save {
             ($($index:ident = $($name:literal)+,)+) => {

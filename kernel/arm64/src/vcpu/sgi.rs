@@ -13,10 +13,9 @@ use hw_arm64::esr;
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt, bits};
 use hw_arm64::registers::AFFINITY;
 use kernel_core::Kernel;
-use kernel_core::object::Vcpu;
+use kernel_core::object::{Vcpu, Vm};
 
-use super::guest_entry::GuestEntry;
-use super::virqs;
+use super::{INSTRUCTION, virqs};
 use crate::{Arm64, read_register};
 
 /// SGIs of a vCPU that are pending and in no list register yet: a bit each.
@@ -47,10 +46,17 @@ pub fn send_to_itself(state: &VcpuState, syndrome: u64) -> bool {
         && virqs::place_word(word(state, interrupt.number), 0)
 }
 
-/// Handles a write to ICC_SGI1R_EL1 ([`deliver_to_targets`]). Returns whether it has done so.
-pub fn send(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> bool {
-    let Some(interrupt) = sent(entry.state(), syndrome) else { return false };
-    deliver_to_targets(kernel, entry, interrupt)
+/// Handles a write to ICC_SGI1R_EL1 ([`deliver_to_targets`]), whose instruction is then skipped.
+/// Returns whether it has done so.
+#[inline(always)]
+pub fn send(kernel: &Kernel<Arm64>, (vcpu, vm): (&Vcpu<Arm64>, &Vm<Arm64>), syndrome: u64) -> bool {
+    let state = vcpu.arch.state();
+    let Some(interrupt) = sent(state, syndrome) else { return false };
+    let is_sent = deliver_to_targets(kernel, (vcpu, vm), interrupt);
+    if is_sent {
+        state.pc.add(INSTRUCTION);
+    }
+    is_sent
 }
 
 /// Delivers an SGI to its targets: all of them, or none and the VMM gets the exit. Returns whether
@@ -58,13 +64,13 @@ pub fn send(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> boo
 #[inline(always)]
 pub fn deliver_to_targets(
     kernel: &Kernel<Arm64>,
-    entry: GuestEntry<'_>,
+    (vcpu, vm): (&Vcpu<Arm64>, &Vm<Arm64>),
     interrupt: SoftwareInterrupt,
 ) -> bool {
-    let (own, targets) = (entry.vcpu.arch.system.affinity(), &entry.vm.sgi_targets);
+    let (own, targets) = (vcpu.arch.system.affinity(), &vm.sgi_targets);
     // The targets begin with affinity 0, and the sender is one of them.
     let sender = targets.get(own as usize).and_then(Cell::get);
-    if sender != entry.vcpu.handle.get() || !interrupt.to_others && interrupt.first != 0 {
+    if sender != vcpu.handle.get() || !interrupt.to_others && interrupt.first != 0 {
         return false;
     }
     let addressed = if interrupt.to_others { !(1 << own) } else { interrupt.list };

@@ -36,9 +36,17 @@ impl VirtualTimer {
         self.is_active.set(false);
     }
 
-    /// Saves the active state, and returns it. The vCPU's list registers are loaded.
-    pub fn save(&self) -> bool {
-        self.is_active.set(self.is_pending.get() || virqs::has_linked());
+    /// Returns whether the interrupt is in no list register yet.
+    #[inline(always)]
+    pub fn is_pending(&self) -> bool {
+        self.is_pending.get()
+    }
+
+    /// Saves the active state, and returns it. The vCPU's list registers are loaded; `are_free`:
+    /// none is in use.
+    #[inline(always)]
+    pub fn save(&self, are_free: bool) -> bool {
+        self.is_active.set(self.is_pending.get() || !are_free && virqs::has_linked());
         self.is_active.get()
     }
 

@@ -82,6 +82,8 @@ macro_rules! with_interface {
 pub struct VirtualInterface {
     lists: [Cell<u64>; LISTS],
     settings: [Cell<u64>; 3],
+    /// No list register is in use; `lists` has no meaning then.
+    are_free: Cell<bool>,
 }
 
 /// Looks what the first CPU has. `maintenance`: the machine has the maintenance interrupt.
@@ -114,7 +116,7 @@ pub fn init_this_cpu() {
             unsafe { write_register!("S3_4_C12_C11_0", ich::TRAP_ALL) };
         }
     });
-    VirtualInterface::reset().load();
+    VirtualInterface::reset().load(false);
     if has_system_registers() {
         let list = super::timer::link().map_or(0, |link| ich::PENDING | ich::GROUP_1 | link);
         cpu::current().guest.timer_list.store(list, Ordering::Relaxed);
@@ -130,45 +132,81 @@ pub fn has_system_registers() -> bool {
 impl VirtualInterface {
     /// Values after a reset.
     pub const fn reset() -> Self {
-        Self { lists: [const { Cell::new(0) }; LISTS], settings: [const { Cell::new(0) }; 3] }
+        Self {
+            lists: [const { Cell::new(0) }; LISTS],
+            settings: [const { Cell::new(0) }; 3],
+            are_free: Cell::new(true),
+        }
     }
 
     /// Sets the saved values to those after a reset.
     pub fn clear(&self) {
-        self.lists.iter().chain(&self.settings).for_each(|saved| saved.set(0));
+        self.settings.iter().for_each(|saved| saved.set(0));
+        self.are_free.set(true);
     }
 
-    /// Saves the registers of this CPU, whose owner the vCPU is.
-    pub fn save(&self) {
-        with_interface!(I: self.save_from::<I>(), else {});
-    }
-
-    fn save_from<I: Interface>(&self) {
-        for (index, saved) in self.lists.iter().enumerate() {
-            saved.set(I::list(index));
+    /// Saves the registers of this CPU, whose owner the vCPU is. `are_free` is the value of
+    /// [`are_free`].
+    #[inline(always)]
+    pub fn save(&self, are_free: bool) {
+        self.are_free.set(are_free);
+        if !are_free {
+            self.save_lists();
         }
-        for (saved, value) in self.settings.iter().zip(I::settings()) {
-            saved.set(value);
-        }
+        with_interface!(I: {
+            for (saved, value) in self.settings.iter().zip(I::settings()) {
+                saved.set(value);
+            }
+        }, else {});
     }
 
-    /// Loads them.
-    pub fn load(&self) {
-        with_interface!(I: self.load_to::<I>(), else {});
+    #[inline(never)]
+    fn save_lists(&self) {
+        with_interface!(I: {
+            for (index, saved) in self.lists.iter().enumerate() {
+                saved.set(I::list(index));
+            }
+        }, else {});
     }
 
-    fn load_to<I: Interface>(&self) {
-        for (index, saved) in self.lists.iter().enumerate() {
-            I::set_list(index, saved.get());
+    /// Loads them. `are_free`: no list register of this CPU is in use, so what they have has no
+    /// effect.
+    #[inline(always)]
+    pub fn load(&self, are_free: bool) {
+        if !(are_free && self.are_free.get()) {
+            self.load_lists();
         }
-        I::set_settings(self.settings.each_ref().map(Cell::get));
+        with_interface!(I: I::set_settings(self.settings.each_ref().map(Cell::get)), else {});
     }
+
+    #[inline(never)]
+    fn load_lists(&self) {
+        let are_free = self.are_free.get();
+        with_interface!(I: {
+            for (index, saved) in self.lists.iter().enumerate() {
+                I::set_list(index, if are_free { 0 } else { saved.get() });
+            }
+        }, else {});
+    }
+}
+
+/// Returns whether no list register of this CPU is in use: none has an interrupt, nor the report of
+/// its end.
+#[inline(always)]
+pub fn are_free() -> bool {
+    with_interface!(I: I::free_lists() == ALL_LISTS, else true)
+}
+
+/// Returns whether the state page has interrupts.
+#[inline(always)]
+pub fn has_words(state: &VcpuState) -> bool {
+    state.virqs.iter().fold(0, |all, word| all | word.get()) != 0
 }
 
 /// Moves interrupts from the state page to list registers, before an entry.
 #[inline(always)]
 pub fn deliver(state: &VcpuState) {
-    if state.virqs.iter().any(|word| word.get() != 0) {
+    if has_words(state) {
         with_interface!(I: move_words::<I>(state), else {});
     }
 }
@@ -239,8 +277,9 @@ pub fn has_linked() -> bool {
 }
 
 /// Returns whether an interrupt is pending in a list register.
+#[inline(always)]
 pub fn has_pending() -> bool {
-    with_interface!(I: has_bit::<I>(ich::PENDING), else false)
+    !are_free() && with_interface!(I: has_bit::<I>(ich::PENDING), else false)
 }
 
 /// Returns whether a list register in use has this bit.

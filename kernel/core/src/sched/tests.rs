@@ -123,7 +123,7 @@ fn a_wait_without_blocking_is_not_charged_and_ends_for_every_thread() {
     let mut world = World::new();
     let waiting = world.thread(0);
     let sched = world.at(waiting).sched.get().unwrap();
-    assert!(world.kernel.may_wait(0));
+    assert!(world.kernel.may_wait(0) && world.kernel.cpus[0].waits.get());
     set_time(5_000_000);
     // Another CPU does not know whether it waits.
     on_cpu(1);
@@ -140,7 +140,7 @@ fn a_wait_without_blocking_is_not_charged_and_ends_for_every_thread() {
     world.kernel.start_thread(low, 0x1000, 0, 0).unwrap();
     assert_eq!(machine(|machine| machine.kicks.take()), [0]);
     on_cpu(0);
-    assert!(!world.kernel.may_wait(0));
+    assert!(!world.kernel.may_wait(0) && !world.kernel.cpus[0].waits.get());
     world.kernel.stop_thread(low);
     assert!(world.kernel.may_wait(0));
     // A thread whose time is limited must leave its CPU.

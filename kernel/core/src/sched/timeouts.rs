@@ -6,7 +6,7 @@ use abi::Status;
 
 use crate::Kernel;
 use crate::arch::Arch;
-use crate::object::Thread;
+use crate::object::{Thread, ThreadState};
 use crate::pool::Handle;
 
 /// Maximum number of timeouts and replenishments handled per timer interrupt.
@@ -66,7 +66,14 @@ impl<A: Arch> Kernel<A> {
             if let Some(handle) = cpu.timeouts.first(&self.memory)
                 && self.memory.at(handle).state.get().deadline() <= now
             {
-                self.time_out(handle);
+                let thread = self.memory.at(handle);
+                self.leave_notification(thread);
+                if let ThreadState::Halted { vcpu, .. } = thread.state.get() {
+                    // The next event is computed once, below.
+                    cpu.timeouts.remove(&self.memory, handle);
+                    thread.state.set(ThreadState::Halted { vcpu, deadline: abi::FOREVER });
+                }
+                self.end_blocking(handle, Status::Timeout, &Cell::new(0));
             } else if let Some(handle) = cpu.refills.first(&self.memory)
                 && self.memory.at(handle).refill.get() <= now
             {
@@ -76,14 +83,7 @@ impl<A: Arch> Kernel<A> {
                 break;
             }
         }
-        if cpu.slice_end.get() <= now {
-            cpu.resched.set(true);
-        }
+        cpu.resched.set(cpu.resched.get() || cpu.slice_end.get() <= now);
         self.update_next_event(index);
-    }
-
-    fn time_out(&self, handle: Handle<Thread<A>>) {
-        self.leave_notification(self.memory.at(handle));
-        self.end_blocking(handle, Status::Timeout, &Cell::new(0));
     }
 }

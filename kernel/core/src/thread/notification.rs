@@ -40,10 +40,12 @@ impl<A: Arch> Kernel<A> {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
         } else if let Some(vcpu) = notification.vcpu.get().and_then(|vcpu| self.memory.get(vcpu))
-            && let (Some(_), Some(cpu)) = (vcpu.runner.get(), vcpu.cpu.get())
-            && cpu != A::this_cpu()
+            && let (Some(runner), Some(cpu)) = (vcpu.runner.get(), vcpu.cpu.get())
         {
-            A::kick(cpu);
+            self.interrupt_if_other(cpu);
+            // Its guest may have caused the event, and is not to continue without the VMM.
+            let (own, here) = (cpu == A::this_cpu(), &self.cpus[cpu]);
+            here.resched.set(here.resched.get() || own && here.current.get() == Some(runner));
         }
     }
 

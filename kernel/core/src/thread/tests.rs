@@ -698,6 +698,25 @@ fn a_vcpu_s_notification_reaches_its_cpu() {
     world.end();
 }
 
+#[test]
+fn an_event_of_a_guest_for_its_own_vcpu_ends_its_run() {
+    let mut world = start();
+    let Guest { events, vcpu, slot, .. } = guest(&mut world);
+    let runner = world.thread(0);
+    world.call(runner, Op::VcpuRun, &[slot]);
+    assert!(world.at(runner).state.get().vcpu() == Some(vcpu) && !world.kernel.has_work(0));
+    // As by a doorbell that is bound to its own notification.
+    world.kernel.signal(events, 1);
+    assert!(world.kernel.has_work(0));
+    world.finish();
+    assert!(world.current(0) == Some(runner) && !world.kernel.has_work(0));
+    // Of another vCPU's it takes no notice.
+    let (other, _) = world.notification();
+    world.kernel.signal(other, 1);
+    assert!(!world.kernel.has_work(0));
+    world.end();
+}
+
 /// Writes items and windows to message pages.
 fn write_page(world: &World, thread: T, at: usize, words: &[u64]) {
     let page = world.kernel.memory.words(world.at(thread).message);

@@ -29,12 +29,14 @@ pub struct NativeVcpu<'a> {
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
     steal_time: StealTime,
+    /// Status with which the last run has failed, until its exit is returned.
+    failed: Option<u64>,
     /// Random numbers for the guest.
     random: Option<RandomSource>,
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
+    /// Wraps a vCPU that has not run yet. Its runs flush `console` when its
     /// output has waited long enough.
     pub fn new(vcpu: Vcpu, console: &'a Console, random: Option<RandomSource>) -> Self {
         Self {
@@ -45,6 +47,7 @@ impl<'a> NativeVcpu<'a> {
             paused_ticks: 0,
             halt_mode: 1,
             steal_time: StealTime::default(),
+            failed: None,
             random,
         }
     }
@@ -176,37 +179,43 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
         // The guest flushes its TLB itself.
     }
 
-    /// Runs the guest. Flushes overdue output first: a guest that computes without ever being idle
-    /// gives the VMM no other occasion.
     fn run(&mut self) -> Exit {
-        loop {
-            let state = self.vcpu.state();
-            let flush_at = self.console.flush_at();
-            state.run.deadline.set(self.deadline.min(flush_at));
-            // A wait must not delay pending output.
-            state.run.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
-            if let Err(status) = self.vcpu.run() {
-                return Exit::HostError(status as u64);
-            }
-            let state = self.vcpu.state();
-            self.valid = state.run.valid.get();
-            if state.run.exit_reason.get() != exit::DEADLINE {
-                return decode(state, self.paused_ticks);
-            }
-            let is_stale = self.steal_time.is_stale(&state.run);
-            let exits_after_preemption = state.exit_after_preemption.get() != 0;
-            let now = time::tsc();
-            if self.console.flush_at() <= now {
-                self.console.flush();
-            }
-            if self.deadline <= now {
-                return Exit::Deadline;
-            }
-            if exits_after_preemption && is_stale {
-                return Exit::Preempted;
-            }
+        match self.run_to_access() {
+            Some((fault, syndrome)) => Exit::MemoryFault { fault, syndrome },
+            None => self.other_exit(),
         }
     }
+}
+
+impl NativeVcpu<'_> {
+    /// Handles the kernel's deadline. Flushes overdue output: a guest that computes without ever
+    /// being idle gives the VMM no other occasion. Returns an exit if there is one.
+    fn deadline_exit(&mut self) -> Option<Exit> {
+        let state = self.vcpu.state();
+        let is_stale = self.steal_time.is_stale(&state.run);
+        let exits_after_preemption = state.exit_after_preemption.get() != 0;
+        let now = time::tsc();
+        if self.console.flush_at() <= now {
+            self.console.flush();
+        }
+        if self.deadline <= now {
+            return Some(Exit::Deadline);
+        }
+        (exits_after_preemption && is_stale).then_some(Exit::Preempted)
+    }
+}
+
+/// Returns the access at stage 2 that the kernel has reported in the state page, with its syndrome.
+#[inline(always)]
+fn access(state: &VcpuState) -> (MemoryFault, u64) {
+    let information = state.run.exit_info.get();
+    let fault = MemoryFault {
+        gpa: state.run.fault_address.get(),
+        write: information & memory_fault::WRITE != 0,
+        fetch: information & memory_fault::FETCH != 0,
+        walk: information & memory_fault::WALK != 0,
+    };
+    (fault, state.syndrome.get())
 }
 
 /// Returns the exit that the kernel has reported in the state page, with times of the VM.
@@ -219,15 +228,10 @@ fn decode(state: &VcpuState, paused_ticks: u64) -> Exit {
         exit::HALT => Exit::Wait { timer: state.timer_deadline.get().saturating_sub(paused_ticks) },
         exit::HALTED => Exit::Waited { events: run.events.get() },
         exit::HYPERCALL => Exit::Hypercall,
-        exit::MEMORY_FAULT => Exit::MemoryFault {
-            fault: MemoryFault {
-                gpa: run.fault_address.get(),
-                write: information & memory_fault::WRITE != 0,
-                fetch: information & memory_fault::FETCH != 0,
-                walk: information & memory_fault::WALK != 0,
-            },
-            syndrome: state.syndrome.get(),
-        },
+        exit::MEMORY_FAULT => {
+            let (fault, syndrome) = access(state);
+            Exit::MemoryFault { fault, syndrome }
+        }
         arm64_exit::SYSTEM_REGISTER => Exit::SystemRegister { syndrome: information },
         arm64_exit::SECURE_CALL => Exit::SecureCall,
         arm64_exit::VIRQ_ENDED => Exit::VirqEnded { number: information as u32 },
@@ -252,6 +256,41 @@ fn decode_32(state: &VcpuState, syndrome: u64) -> Exit {
 }
 
 impl Arm64Vcpu for NativeVcpu<'_> {
+    #[inline(always)]
+    fn run_to_access(&mut self) -> Option<(MemoryFault, u64)> {
+        let run = &self.vcpu.state().run;
+        let flush_at = self.console.flush_at();
+        run.deadline.set(self.deadline.min(flush_at));
+        // A wait must not delay pending output.
+        run.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
+        if let Err(status) = self.vcpu.run() {
+            self.failed = Some(status as u64);
+            return None;
+        }
+        let state = self.vcpu.state();
+        self.valid = state.run.valid.get();
+        (state.run.exit_reason.get() == exit::MEMORY_FAULT).then(|| access(state))
+    }
+
+    #[inline(never)]
+    fn other_exit(&mut self) -> Exit {
+        loop {
+            if let Some(status) = self.failed.take() {
+                return Exit::HostError(status);
+            }
+            let state = self.vcpu.state();
+            if state.run.exit_reason.get() != exit::DEADLINE {
+                return decode(state, self.paused_ticks);
+            }
+            if let Some(exit) = self.deadline_exit() {
+                return exit;
+            }
+            if let Some((fault, syndrome)) = self.run_to_access() {
+                return Exit::MemoryFault { fault, syndrome };
+            }
+        }
+    }
+
     fn general(&mut self, index: usize) -> u64 {
         self.vcpu.state().x.get(index).map_or(0, |register| register.get())
     }

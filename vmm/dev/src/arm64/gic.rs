@@ -175,10 +175,22 @@ impl<const CPUS: usize> Gic<CPUS> {
         if !self.is_enabled {
             return None;
         }
+        // Mostly there is none, and this is called after each access to the board.
         let own = self.private[cpu].deliverable();
+        let of_shared = self.shared.iter().fold(0, |all, bank| all | bank.deliverable());
+        if own | of_shared == 0 {
+            return None;
+        }
+        self.next_of(cpu, own)
+    }
+
+    /// Returns the same, if there are any; `own`: private ones.
+    fn next_of(&self, cpu: usize, own: u32) -> Option<(u8, u32)> {
         let mut next = self.private[cpu].most_urgent(own);
-        for (word, bank) in self.shared.iter().enumerate() {
-            let routed = self.routed(word, bank.deliverable(), cpu);
+        let banks =
+            self.shared.iter().enumerate().map(|(word, bank)| (word, bank, bank.deliverable()));
+        for (word, bank, deliverable) in banks.filter(|&(.., deliverable)| deliverable != 0) {
+            let routed = self.routed(word, deliverable, cpu);
             if let Some((priority, index)) = bank.most_urgent(routed) {
                 let found = (priority, FIRST_SHARED + 32 * word as u32 + index);
                 next = Some(next.map_or(found, |other| other.min(found)));
