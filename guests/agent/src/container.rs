@@ -8,19 +8,20 @@ use crate::{cgroup, copy_up};
 use nix::sched::{CloneFlags, unshare};
 use proto::agent::Strings;
 use proto::agent::container::{Container, ContainerMount, Device};
-use rustix::fs::{self, CWD, FileType, Gid, Mode, StatVfsMountFlags, Uid};
+use rustix::fs::{self, CWD, FileType, Gid, Mode, OFlags, ResolveFlags, StatVfsMountFlags, Uid};
 use rustix::io::Errno;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount,
     mount_bind_recursive, mount_change, mount_remount, move_mount, open_tree, unmount,
 };
 use rustix::process::{Pid, chdir, pivot_root};
+use rustix::pty::OpenptFlags;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::{Deserialize, Serialize};
 use std::ffi::{CString, OsStr};
 use std::fs as files;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -316,6 +317,25 @@ impl Member<'_> {
     fn open(&self, namespace: &str) -> io::Result<OwnedFd> {
         let path = format!("/proc/{}/ns/{namespace}", self.first);
         files::File::open(path).map(OwnedFd::from).map_err(named("find the container"))
+    }
+
+    /// Opens a pseudoterminal of the container's own file system of terminals; `None`: it has none
+    /// at `/dev/pts`. Links of the container lead nowhere else.
+    pub fn open_terminal(&self, flags: OpenptFlags) -> Option<OwnedFd> {
+        // Of Linux: `linux/magic.h`, and Documentation/admin-guide/devices.txt.
+        const DEVPTS: u64 = 0x1cd1;
+        const MULTIPLEXER: (u32, u32) = (5, 2);
+        let root = files::File::open(format!("/proc/{}/root", self.first)).ok()?;
+        let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        let found = OFlags::PATH | OFlags::CLOEXEC;
+        let found = fs::openat2(&root, "dev/pts/ptmx", found, Mode::empty(), how).ok()?;
+        // Another file might have an effect when it is opened.
+        let device = fs::fstat(&found).ok()?.st_rdev;
+        let is_right = (fs::major(device), fs::minor(device)) == MULTIPLEXER
+            && fs::fstatfs(&found).ok()?.f_type.cast_unsigned() == DEVPTS;
+        let path = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let flags = OFlags::from_bits_retain(flags.bits());
+        is_right.then(|| fs::open(path, flags, Mode::empty()).ok()).flatten()
     }
 
     /// Makes the container's PID namespace that of the later children of this thread.
