@@ -357,6 +357,9 @@ fn enter_cgroups(
         state.cgroups = cgroup::make(&state.cgroups)?;
         store.save(state)?;
         cgroup::limit(&state.cgroups, &bundle.host_limits)?;
+        if state.has_own_vm() {
+            cgroup::confine(&state.cgroups, &bundle.cpu_set)?;
+        }
     }
     cgroup::join(&state.cgroups)
 }

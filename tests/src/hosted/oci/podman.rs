@@ -178,6 +178,11 @@ fn attached(podman: &Podman) -> Result<()> {
     let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
     let terminal = ["run", "--rm", "-t", "--network", "none", "test:1", "sh", "-c", script];
     podman.succeed(&terminal, Some("terminal\r\n"))?;
+    // The guest's devices and all capabilities.
+    let script = "[ -c /dev/kmsg ] && mount -t tmpfs none /tmp && echo privileged";
+    let privileged =
+        ["run", "--rm", "--privileged", "--network", "none", "test:1", "sh", "-c", script];
+    podman.succeed(&privileged, Some("privileged\n"))?;
     let volume = podman.home.join("volume");
     fs::create_dir(&volume).context("cannot make a folder")?;
     if let Some(user) = &podman.user {
@@ -209,6 +214,9 @@ fn detached(podman: &Podman) -> Result<()> {
             ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
             let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
             podman.succeed(&["exec", "-t", "d", "sh", "-c", script], Some("terminal\r\n"))?;
+            podman.succeed(&["exec", "-t", "d", "tty"], Some("/dev/pts/0\r\n"))?;
+            let status = ["exec", "--privileged", "d", "grep", "CapEff", "/proc/self/status"];
+            podman.succeed(&status, Some("CapEff:\t000001ffffffffff\n"))?;
             copied(podman)?;
         }
         podman.succeed(end, None)?;
