@@ -53,7 +53,7 @@ pub fn like_runc() -> Result<()> {
     refused(&engine)
 }
 
-/// What engines state for `--privileged`.
+/// States the devices that engines list for `--privileged`.
 fn privileged(config: &mut Value) {
     config["linux"]["resources"]["devices"] =
         json!([{ "allow": false, "access": "rwm" }, { "allow": true, "access": "rwm" }]);
