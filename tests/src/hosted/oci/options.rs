@@ -29,6 +29,10 @@ pub fn like_runc() -> Result<()> {
     make_pipe(&engine.path("pid.new"))?;
     let _input = engine.create("o")?;
     let pid: u64 = fs::read_to_string(engine.path("pid"))?.parse().context("no number")?;
+    // An engine of an ordinary user may not enter the host's.
+    let [own, carrier] =
+        ["self", &pid.to_string()].map(|process| fs::read_link(format!("/proc/{process}/ns/pid")));
+    ensure!(own? != carrier?, "the carrier is in the PID namespace of the engine");
     seen(&engine, "createRuntime", "creating", pid)?;
     engine.succeed(&["start", "o"])?;
     seen(&engine, "poststart", "running", pid)?;

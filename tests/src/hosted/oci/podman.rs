@@ -108,6 +108,18 @@ impl Podman {
         }
     }
 
+    /// Returns the capabilities that podman may give, after the colon of its status.
+    fn bounding_set(&self) -> Result<String> {
+        let own = "/proc/self/status";
+        let text = match &self.user {
+            None => fs::read_to_string(own).context("no status")?,
+            // Its user namespace has all.
+            Some(_) => self.call(&["unshare", "cat", own], "")?.1,
+        };
+        let set = text.lines().find_map(|line| line.strip_prefix("CapBnd:"));
+        Ok(set.context("no bounding set")?.to_owned())
+    }
+
     /// Checks that containers which were removed have left no trace.
     fn nothing_left(&self) -> Result<()> {
         let Some(user) = &self.user else { return self.engine.nothing_left("d") };
@@ -216,10 +228,7 @@ fn detached(podman: &Podman) -> Result<()> {
             podman.succeed(&["exec", "-t", "d", "sh", "-c", script], Some("terminal\r\n"))?;
             podman.succeed(&["exec", "-t", "d", "tty"], Some("/dev/pts/0\r\n"))?;
             let status = ["exec", "--privileged", "d", "grep", "CapEff", "/proc/self/status"];
-            // podman takes those that the host permits it.
-            let own = fs::read_to_string("/proc/self/status").context("no capabilities")?;
-            let bounding = own.lines().find_map(|line| line.strip_prefix("CapBnd:"));
-            let expected = format!("CapEff:{}\n", bounding.context("no bounding set")?);
+            let expected = format!("CapEff:{}\n", podman.bounding_set()?);
             podman.succeed(&status, Some(&expected))?;
             copied(podman)?;
         }
