@@ -58,6 +58,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("qemu", hosted::qemu::front_end, Class::SmpOrKill),
     ("oci", hosted::oci::life, Class::Other),
     ("oci-configurations", hosted::oci::configurations::accepted, Class::Other),
+    ("oci-options", hosted::oci::options::like_runc, Class::Other),
     ("oci-killed", hosted::oci::killed, Class::SmpOrKill),
     ("oci-network", hosted::oci::network::routes, Class::Other),
     ("oci-hostile", hosted::oci::hostile::agents, Class::Other),

@@ -21,6 +21,10 @@ use std::thread::JoinHandle;
 /// This program, after the change of the root, too.
 const OWN: &str = "/proc/self/exe";
 
+/// Flags of pseudoterminals.
+const TERMINAL: OpenptFlags =
+    OpenptFlags::RDWR.union(OpenptFlags::NOCTTY).union(OpenptFlags::CLOEXEC);
+
 /// A process that was started, or prepared.
 pub struct Running {
     pid: Pid,
@@ -173,7 +177,11 @@ fn spawn_copy(
     process.arg(ENTER).env_clear().stdin(OwnedFd::from(own));
     let (ended, is_running) = io::pipe()?;
     let (input, copies, terminal) = match command.terminal {
-        Some(window) => connect_terminal(&mut process, streams, window, ended)?,
+        Some(window) => {
+            let terminal = open_terminal(job)?;
+            tcsetwinsize(&terminal, size(window))?;
+            connect_terminal(&mut process, streams, terminal, ended)?
+        }
         None => {
             let (input, copies) = connect_streams(&mut process, streams, &ended)?;
             (input, copies, None)
@@ -224,20 +232,28 @@ fn connect_streams(
     Ok((input, copies))
 }
 
+/// Opens a pseudoterminal for the process of a job: one of its container, where it has a name, if
+/// the container has terminals, else one of the guest.
+fn open_terminal(job: &Job<'_>) -> io::Result<OwnedFd> {
+    let own = match job {
+        Job::Member(member, _) => member.open_terminal(TERMINAL),
+        Job::Command(_) | Job::Container(_) => None,
+    };
+    let terminal = own.map_or_else(|| openpt(TERMINAL), Ok)?;
+    grantpt(&terminal)?;
+    unlockpt(&terminal)?;
+    Ok(terminal)
+}
+
 fn connect_terminal(
     process: &mut Command,
     mut streams: Streams,
-    window: TerminalSize,
+    terminal: OwnedFd,
     ended: PipeReader,
 ) -> io::Result<(OwnedFd, Copies, Option<OwnedFd>)> {
     let connection = streams.remove(&Stream::Terminal);
     let connection = connection.ok_or_else(|| io::Error::other("the terminal is not connected"))?;
-    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
-    let terminal = openpt(flags)?;
-    grantpt(&terminal)?;
-    unlockpt(&terminal)?;
-    tcsetwinsize(&terminal, size(window))?;
-    let program = ioctl_tiocgptpeer(&terminal, flags)?;
+    let program = ioctl_tiocgptpeer(&terminal, TERMINAL)?;
     process.stdout(program.try_clone()?).stderr(program.try_clone()?);
     stream::input(connection.try_clone()?, terminal.try_clone()?)?;
     let copy = stream::output(terminal.try_clone()?, connection, ended)?;

@@ -8,19 +8,20 @@ use crate::{cgroup, copy_up};
 use nix::sched::{CloneFlags, unshare};
 use proto::agent::Strings;
 use proto::agent::container::{Container, ContainerMount, Device};
-use rustix::fs::{self, CWD, FileType, Gid, Mode, StatVfsMountFlags, Uid};
+use rustix::fs::{self, CWD, FileType, Gid, Mode, OFlags, ResolveFlags, StatVfsMountFlags, Uid};
 use rustix::io::Errno;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount,
     mount_bind_recursive, mount_change, mount_remount, move_mount, open_tree, unmount,
 };
 use rustix::process::{Pid, chdir, pivot_root};
+use rustix::pty::OpenptFlags;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::{Deserialize, Serialize};
 use std::ffi::{CString, OsStr};
 use std::fs as files;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -79,6 +80,10 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
     });
     let sources = sources.collect::<io::Result<Vec<_>>>()?;
     let console = has_terminal.then(terminal).transpose()?;
+    let guest_devices = match container.has_all_devices {
+        true => guest_devices(Path::new("/dev")).map_err(named("list the guest's devices"))?,
+        false => Vec::new(),
+    };
     let root = Path::new(OsStr::from_bytes(container.root));
     match container.has_scratch {
         true => change_root(&mount_overlay(container.name, root)?)?,
@@ -91,7 +96,7 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
         mount_one(mount, source, place)
             .map_err(named(format_args!("mount {}", place.display())))?;
     }
-    make_devices(&container.devices).map_err(named("make devices"))?;
+    make_devices(&container.devices, &guest_devices).map_err(named("make devices"))?;
     if let Some(console) = console {
         attach(console, Path::new(CONSOLE)).map_err(named("mount the console"))?;
     }
@@ -231,8 +236,51 @@ fn remount(place: impl rustix::path::Arg, flags: MountFlags) -> io::Result<()> {
     mount_remount(place, MountFlags::BIND | flags, "").map_err(io::Error::from)
 }
 
+/// Device node of the guest.
+struct GuestDevice {
+    path: PathBuf,
+    mode: u32,
+    number: u64,
+}
+
+impl GuestDevice {
+    fn node(&self) -> Device<'_> {
+        Device {
+            path: self.path.as_os_str().as_bytes(),
+            mode: self.mode,
+            major: fs::major(self.number),
+            minor: fs::minor(self.number),
+            user: 0,
+            group: 0,
+        }
+    }
+}
+
+/// Lists the devices in a folder of the guest and below, without those of other file systems, which
+/// are terminals, and without the console.
+fn guest_devices(folder: &Path) -> io::Result<Vec<GuestDevice>> {
+    let own = folder.symlink_metadata()?.dev();
+    let mut found = Vec::new();
+    for entry in files::read_dir(folder)? {
+        let path = entry?.path();
+        let it = path.symlink_metadata()?;
+        let kind = FileType::from_raw_mode(it.mode());
+        if it.dev() != own || path == Path::new(CONSOLE) {
+            continue;
+        }
+        match kind {
+            FileType::Directory => found.extend(guest_devices(&path)?),
+            FileType::CharacterDevice | FileType::BlockDevice => {
+                found.push(GuestDevice { path, mode: it.mode(), number: it.rdev() });
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
 /// Makes the device nodes and links of a container. What exists stays.
-fn make_devices(more: &[Device<'_>]) -> io::Result<()> {
+fn make_devices(stated: &[Device<'_>], guest: &[GuestDevice]) -> io::Result<()> {
     const CHARACTER: u32 = 0o020_000;
     let default = DEVICES.iter().map(|&(path, major, minor)| Device {
         path: path.as_bytes(),
@@ -242,7 +290,8 @@ fn make_devices(more: &[Device<'_>]) -> io::Result<()> {
         user: 0,
         group: 0,
     });
-    for device in default.chain(more.iter().cloned()) {
+    let guest = guest.iter().map(GuestDevice::node);
+    for device in default.chain(stated.iter().cloned()).chain(guest) {
         let path = Path::new(OsStr::from_bytes(device.path));
         if let Some(parent) = path.parent() {
             create_folder(parent)?;
@@ -316,6 +365,25 @@ impl Member<'_> {
     fn open(&self, namespace: &str) -> io::Result<OwnedFd> {
         let path = format!("/proc/{}/ns/{namespace}", self.first);
         files::File::open(path).map(OwnedFd::from).map_err(named("find the container"))
+    }
+
+    /// Opens a pseudoterminal of the container's own file system of terminals; `None`: it has none
+    /// at `/dev/pts`. Links of the container lead nowhere else.
+    pub fn open_terminal(&self, flags: OpenptFlags) -> Option<OwnedFd> {
+        // Of Linux: `linux/magic.h`, and Documentation/admin-guide/devices.txt.
+        const DEVPTS: u64 = 0x1cd1;
+        const MULTIPLEXER: (u32, u32) = (5, 2);
+        let root = files::File::open(format!("/proc/{}/root", self.first)).ok()?;
+        let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        let found = OFlags::PATH | OFlags::CLOEXEC;
+        let found = fs::openat2(&root, "dev/pts/ptmx", found, Mode::empty(), how).ok()?;
+        // Another file might have an effect when it is opened.
+        let device = fs::fstat(&found).ok()?.st_rdev;
+        let is_right = (fs::major(device), fs::minor(device)) == MULTIPLEXER
+            && fs::fstatfs(&found).ok()?.f_type.cast_unsigned() == DEVPTS;
+        let path = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let flags = OFlags::from_bits_retain(flags.bits());
+        is_right.then(|| fs::open(path, flags, Mode::empty()).ok()).flatten()
     }
 
     /// Makes the container's PID namespace that of the later children of this thread.

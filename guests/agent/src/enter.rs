@@ -12,7 +12,7 @@ use crate::container::{self, Member};
 use crate::{privileges, users};
 use proto::agent::container::{Container, ContainerProcess};
 use proto::agent::{CommandUser, GuestCommand, io as wire};
-use rustix::fs::{Access, access};
+use rustix::fs::{Access, Uid, access, fchown};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -178,6 +178,15 @@ fn begin_session(command: &GuestCommand<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// Gives a terminal to the user, who may open it by its name, as other runtimes do.
+fn give_terminal(command: &GuestCommand<'_>) -> io::Result<()> {
+    let user = users::resolve(&command.user)?.user;
+    match command.terminal {
+        Some(_) => Ok(fchown(stdin(), Some(Uid::from_raw(user)), None)?),
+        None => Ok(()),
+    }
+}
+
 fn enter_folder(command: &GuestCommand<'_>) -> io::Result<()> {
     let folder = Path::new(OsStr::from_bytes(command.folder));
     std::env::set_current_dir(folder).map_err(|error| {
@@ -216,6 +225,7 @@ fn become_member(
         begin_session(&process.command)?;
         privileges::set_oom_score(process)?;
         enter()?;
+        give_terminal(&process.command)?;
         let program = find(&process.command)?;
         report(&Report::Ready)?;
         Ok::<_, io::Error>(program)

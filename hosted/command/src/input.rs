@@ -1,8 +1,10 @@
 //! Files that the user names, read with a limit: a device or a pipe may have no end.
 
 use crate::failure::{self, Failure, IoContext};
+use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Most bytes of a description or configuration.
@@ -13,9 +15,38 @@ const MAX_TEXT: u64 = 16 << 20;
 /// # Errors
 /// It has more: 65. It cannot be read.
 pub fn bytes(path: &Path, limit: u64) -> Result<Vec<u8>, Failure> {
-    let mut read = Vec::new();
     let opened = File::open(path).file_error("read", path)?;
-    opened.take(limit.saturating_add(1)).read_to_end(&mut read).file_error("read", path)?;
+    all(opened, path, limit)
+}
+
+/// Reads a regular file of at most 16 MiB, as programs write descriptions for others.
+///
+/// # Errors
+/// It is another file, such as a pipe, for whose writer this would wait, or has more: 65. It cannot
+/// be read.
+pub fn regular(path: &Path) -> Result<Vec<u8>, Failure> {
+    let mut options = File::options();
+    options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed());
+    let opened = options.open(path).file_error("read", path)?;
+    if !opened.metadata().file_error("read", path)?.is_file() {
+        let text = format!("{} is not a regular file", path.display());
+        return Err(Failure::new(failure::BAD_CONFIG, text));
+    }
+    all(opened, path, MAX_TEXT)
+}
+
+/// Reads the standard input, at most 16 MiB.
+///
+/// # Errors
+/// It has more: 65. It cannot be read.
+pub fn standard() -> Result<Vec<u8>, Failure> {
+    all(std::io::stdin().lock(), Path::new("/dev/stdin"), MAX_TEXT)
+}
+
+/// Reads what `from` has, which was opened at `path`.
+fn all(from: impl Read, path: &Path, limit: u64) -> Result<Vec<u8>, Failure> {
+    let mut read = Vec::new();
+    from.take(limit.saturating_add(1)).read_to_end(&mut read).file_error("read", path)?;
     if read.len() as u64 > limit {
         let text = format!("{} has more than {limit} bytes", path.display());
         return Err(Failure::new(failure::BAD_CONFIG, text));
@@ -36,7 +67,22 @@ pub fn text(path: &Path) -> Result<String, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::fs;
+
+    #[test]
+    fn only_regular_files_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        for path in [&pipe, Path::new("/dev/zero"), folder.path()] {
+            let failure = regular(path).unwrap_err();
+            assert!(failure.to_string().contains("is not a regular file"), "{failure}");
+        }
+        let file = folder.path().join("file");
+        fs::write(&file, "text").unwrap();
+        assert_eq!(regular(&file).unwrap(), b"text");
+    }
 
     #[test]
     fn files_without_end_are_refused() {
@@ -54,7 +100,10 @@ mod tests {
         refused(text(Path::new("/dev/zero")).map(Into::into), "/dev/zero has more than 16777216");
         fs::write(&path, b"\xff").unwrap();
         refused(text(&path).map(Into::into), "is not UTF-8 text");
+        File::create(&path).unwrap().set_len(MAX_TEXT + 1).unwrap();
+        refused(regular(&path), "has more than 16777216 bytes");
         fs::remove_file(&path).unwrap();
+        assert_eq!(regular(&path).unwrap_err().code(), failure::MISSING_FILE);
         assert_eq!(bytes(&path, 1).unwrap_err().code(), failure::MISSING_FILE);
     }
 }

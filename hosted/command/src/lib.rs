@@ -16,6 +16,7 @@ pub mod lock;
 pub mod messages;
 pub mod output;
 pub mod problem;
+pub mod proc_number;
 pub mod programs;
 pub mod release;
 pub mod scratch;

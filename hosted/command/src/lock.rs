@@ -88,7 +88,7 @@ impl Lock {
 
     /// Reports progress to those who wait, for display only.
     pub fn note(&self, text: &str) {
-        let text = format!("process {}: {text}\n", std::process::id());
+        let text = format!("process {}: {text}\n", crate::proc_number::own());
         let _ = self.file.set_len(0).and_then(|()| self.file.write_all_at(text.as_bytes(), 0));
     }
 

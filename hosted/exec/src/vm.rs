@@ -1,6 +1,7 @@
 //! VMs whose RAM disk is the agent: their description, their process, the end of both.
 
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::proc_number;
 use hosted_command::programs::Named;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_monitor::config::Config;
@@ -125,9 +126,9 @@ impl AgentVm {
         Self { child: None, folder }
     }
 
-    /// Returns the process; `None`: it is that of another one.
+    /// Returns the number of the process in `/proc`; `None`: it is the child of another one.
     pub fn pid(&self) -> Option<u32> {
-        self.child.as_ref().map(Child::id)
+        self.child.as_ref().map(proc_number::of_child)
     }
 
     /// Returns the path of the socket that leads to the guest's ports.

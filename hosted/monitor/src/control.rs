@@ -19,7 +19,7 @@ use crate::statistics::guest_memory::{self, Ask, GuestReports};
 use crate::statistics::vcpus::VcpuTimes;
 use crate::statistics::{self, Statistics};
 use hosted_command::failure::{Failure, IoContext};
-use hosted_command::supervise;
+use hosted_command::{proc_number, supervise};
 use hyper::body::Bytes;
 use proto::hosted::balloon::BalloonReport;
 use rustix::event::PollFlags;
@@ -303,7 +303,7 @@ impl Control {
             state: status.state,
             backend: self.0.backend.to_owned(),
             name: self.0.config.vm.name.clone(),
-            pid: std::process::id(),
+            pid: proc_number::own(),
             command: supervise::arguments().map(|word| word.to_string_lossy().into()).collect(),
             process: status.process,
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -14,6 +14,7 @@ use crate::profile;
 use crate::terminal::{Keys, Raw};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Level, MessageLog};
+use hosted_command::proc_number;
 use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};
@@ -98,9 +99,9 @@ impl VmProcess {
         self
     }
 
-    /// Returns the process ID.
+    /// Returns the number of the process in `/proc`.
     pub fn process(&self) -> u32 {
-        self.child.id()
+        proc_number::of_child(&self.child)
     }
 
     /// Serves the consoles until the VM ends. Returns the cause and the child's messages.

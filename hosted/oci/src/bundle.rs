@@ -2,21 +2,24 @@
 //! and annotations.
 
 use crate::annotations;
-use crate::cgroup::HostLimits;
+use crate::cgroup::{CpuSet, HostLimits};
+use crate::hooks;
 use crate::mounts::MountPlan;
 use crate::refuse;
 use crate::resources::StatedLimits;
-use hosted_command::failure::{Failure, IoContext};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::value::Size;
 use hosted_exec::patience::AgentTimeout;
 use hosted_exec::vm::{host_cpus, host_memory};
 use oci_spec::runtime::{
-    Hooks, Linux, LinuxDevice, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, Process, Spec,
+    Hooks, Linux, LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType, LinuxNamespace,
+    LinuxNamespaceType, Mount, Process, Spec,
 };
 use proto::agent::container::Namespaces;
 use std::collections::HashMap;
 use std::fs;
-use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -48,6 +51,10 @@ pub struct Bundle {
     pub domain: Option<String>,
     pub process: Process,
     pub linux: Linux,
+    /// It has all devices of the guest.
+    pub is_privileged: bool,
+    /// Programs of the host.
+    pub hooks: Option<Hooks>,
     pub mounts: Vec<MountPlan>,
     pub namespaces: Namespaces,
     /// Network namespace; `None`: the guest has a loopback interface only.
@@ -62,6 +69,8 @@ pub struct Bundle {
     pub memory_limit: Option<u64>,
     /// Limits of its own VM on the host.
     pub host_limits: HostLimits,
+    /// CPUs and memory nodes of the host for its own VM.
+    pub cpu_set: CpuSet,
     /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
     pub scratch: Option<Size>,
     /// Time limit for the first answer of the agent.
@@ -76,13 +85,13 @@ impl Bundle {
     pub fn open(folder: &Path) -> Result<Self, Failure> {
         let path = fs::canonicalize(folder).file_error("find the bundle", folder)?;
         let file = path.join(CONFIGURATION);
-        let text = fs::read(&file).map_err(|error| match error.kind() {
+        let text = input::regular(&file).map_err(|failure| match failure.code() {
             // The words of runc.
-            io::ErrorKind::NotFound => {
+            failure::MISSING_FILE => {
                 let text = format!("JSON specification file {CONFIGURATION} not found");
                 refuse(text).help(format!("it must be in {}", path.display()))
             }
-            _ => Failure::file("read", &file, &error),
+            _ => failure,
         })?;
         let spec: Spec = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
@@ -91,7 +100,7 @@ impl Bundle {
 
     fn new(path: PathBuf, spec: Spec) -> Result<Self, Failure> {
         let missing = |what: &str| refuse(format!("config.json: `{what}` is missing"));
-        let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
+        let mut linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let root = spec.root().clone().ok_or_else(|| missing("root"))?;
         if process.args().as_ref().is_none_or(Vec::is_empty) {
@@ -99,19 +108,29 @@ impl Bundle {
         }
         let annotations = spec.annotations().clone().unwrap_or_default();
         let sandbox = sandbox(&annotations)?;
-        if spec.hooks().as_ref().is_some_and(has_hooks) {
-            return Err(refuse("hooks are not supported: they change the host's namespaces"));
-        }
+        spec.hooks().as_ref().map_or(Ok(()), hooks::check)?;
         if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
             return Err(refuse(
                 "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
             ));
         }
+        let is_privileged = is_privileged(&linux);
+        if is_privileged {
+            let devices = linux.devices().clone().map(|mut devices| {
+                devices.retain(is_known);
+                devices
+            });
+            linux.set_devices(devices);
+        }
         check_linux(&linux)?;
         let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
-        let mounts = spec.mounts().iter().flatten().map(|mount| MountPlan::new(mount, &path));
+        // For ordinary users podman mounts the host's devices.
+        let is_left_out = |mount: &&Mount| is_privileged && is_host_device(mount);
+        let mounts = spec.mounts().iter().flatten().filter(|mount| !is_left_out(mount));
+        let mounts = mounts.map(|mount| MountPlan::new(mount, &path));
         let limits = limits(&linux, &annotations)?;
-        let (memory, cpus) = size(&limits, &annotations)?;
+        let cpu_set = linux.resources().as_ref().map(CpuSet::new).transpose()?.unwrap_or_default();
+        let (memory, cpus) = size(&limits, &cpu_set, &annotations)?;
         let host_limits = match sandbox {
             Some(_) => HostLimits::default(),
             None => limits.host(annotations::extra(&annotations)?.0),
@@ -127,6 +146,8 @@ impl Bundle {
             path,
             process,
             linux,
+            is_privileged,
+            hooks: spec.hooks().clone(),
             namespaces,
             network,
             sandbox,
@@ -135,6 +156,7 @@ impl Bundle {
             cpus,
             memory_limit: limits.memory_limit(),
             host_limits,
+            cpu_set,
             scratch,
             agent_timeout,
         })
@@ -175,18 +197,40 @@ fn check_linux(linux: &Linux) -> Result<(), Failure> {
     linux.devices().iter().flatten().try_for_each(check_device)
 }
 
-/// Returns whether there is a hook: lists of them may be empty.
-fn has_hooks(hooks: &Hooks) -> bool {
-    let lists = serde_json::to_value(hooks).unwrap_or_default();
-    let mut lists = lists.as_object().into_iter().flat_map(|lists| lists.values());
-    lists.any(|list| list.as_array().is_none_or(|list| !list.is_empty()))
+/// Returns whether a container may use every device, as those of `podman run --privileged` do:
+/// engines list all devices of the host for it, in whose place it gets all of the guest.
+fn is_privileged(linux: &Linux) -> bool {
+    let rules = linux.resources().as_ref().and_then(|resources| resources.devices().as_ref());
+    let is_for_all = |rule: &LinuxDeviceCgroup| {
+        let has_kind = rule.typ().is_some_and(|kind| kind != LinuxDeviceType::A);
+        let is_of_one = [rule.major(), rule.minor()].iter().flatten().any(|number| *number >= 0);
+        let access = rule.access().as_deref().unwrap_or_default();
+        !has_kind && !is_of_one && "rwm".chars().all(|kind| access.contains(kind))
+    };
+    // The last one counts; the first one denies all for others.
+    let last = rules.and_then(|rules| rules.iter().rfind(|rule| is_for_all(rule)));
+    last.is_some_and(LinuxDeviceCgroup::allow)
 }
 
-fn check_device(device: &LinuxDevice) -> Result<(), Failure> {
+/// Returns whether a mount is that of a device of the host.
+fn is_host_device(mount: &Mount) -> bool {
+    let is_device = |path: &PathBuf| {
+        let kind = fs::metadata(path).map(|found| found.file_type());
+        kind.is_ok_and(|kind| kind.is_char_device() || kind.is_block_device())
+    };
+    mount.source().as_ref().is_some_and(is_device)
+}
+
+/// Returns whether the guest has a device.
+fn is_known(device: &LinuxDevice) -> bool {
     // A FIFO has no number.
     let is_fifo = device.typ() == LinuxDeviceType::P;
     let is_block = device.typ() == LinuxDeviceType::B;
-    match is_fifo || !is_block && DEVICES.contains(&(device.major(), device.minor())) {
+    is_fifo || !is_block && DEVICES.contains(&(device.major(), device.minor()))
+}
+
+fn check_device(device: &LinuxDevice) -> Result<(), Failure> {
+    match is_known(device) {
         true => Ok(()),
         false => Err(refuse(format!(
             "device {}: a VM has no devices of the host",
@@ -258,6 +302,7 @@ fn sum<T: FromStr + Default + PartialEq>(
 /// Returns memory and CPUs of a VM.
 fn size(
     limits: &StatedLimits,
+    cpu_set: &CpuSet,
     annotations: &HashMap<String, String>,
 ) -> Result<(Size, u8), Failure> {
     annotations::check_names(annotations)?;
@@ -274,7 +319,7 @@ fn size(
     let quota = limits.cpu_quota.filter(|quota| *quota > 0);
     let period = limits.cpu_period.filter(|period| *period > 0).unwrap_or(PERIOD);
     let wanted = quota.map(|quota| quota.unsigned_abs().div_ceil(period));
-    let most = u64::from(host_cpus());
+    let most = cpu_set.count().unwrap_or(u64::MAX).min(host_cpus().into());
     // At least one, and at most those of the host.
     let cpus = wanted.unwrap_or(most).clamp(1, most) as u8;
     Ok((Size(memory.0.max(annotations::LEAST.0)), cpus))
@@ -391,6 +436,44 @@ mod tests {
     }
 
     #[test]
+    fn privileged_containers_have_no_devices_of_the_host() {
+        let spec = |allow: bool| {
+            let devices = json!([
+                { "path": "/dev/kvm", "type": "c", "major": 10, "minor": 232 },
+                { "path": "/dev/sda", "type": "b", "major": 8, "minor": 0 },
+                { "path": "/dev/zero", "type": "c", "major": 1, "minor": 5 }
+            ]);
+            let mut spec = with("/linux", "devices", devices);
+            spec["linux"]["resources"]["devices"] = json!([
+                { "allow": false, "access": "rwm" },
+                { "allow": allow, "access": "rwm" },
+                { "allow": true, "type": "c", "major": 10, "minor": 232, "access": "rwm" }
+            ]);
+            spec["mounts"] = json!([
+                { "destination": "/dev/full", "source": "/dev/full", "options": ["bind"] },
+                { "destination": "/etc/hosts", "source": "/etc/hosts", "options": ["bind"] }
+            ]);
+            spec
+        };
+        let bundle = open(spec(true)).unwrap();
+        let paths: Vec<_> = bundle.linux.devices().iter().flatten().map(|it| it.path()).collect();
+        assert!(bundle.is_privileged && paths == [Path::new("/dev/zero")], "{paths:?}");
+        assert_eq!(bundle.mounts.len(), 1);
+        let refused = open(spec(false)).unwrap_err();
+        assert_eq!(refused, "device /dev/kvm: a VM has no devices of the host");
+    }
+
+    #[test]
+    fn a_set_of_cpus_limits_their_number() {
+        let cpus = |text: &str| {
+            let resources = json!({ "cpu": { "cpus": text } });
+            open(with("/linux", "resources", resources)).map(|bundle| bundle.cpus)
+        };
+        assert_eq!((cpus("0"), cpus("")), (Ok(1), Ok(host_cpus())));
+        assert!(cpus("x").unwrap_err().contains("linux.resources.cpu.cpus: \"x\""));
+    }
+
+    #[test]
     fn what_a_vm_cannot_do_is_refused() {
         let refused = |spec: Value| open(spec).unwrap_err();
         let without = |kind: &str| {
@@ -414,8 +497,8 @@ mod tests {
         let device = json!([{ "path": "/dev/fuse", "type": "c", "major": 10, "minor": 229 }]);
         let text = "device /dev/fuse: a VM has no devices of the host";
         assert_eq!(refused(with("/linux", "devices", device)), text);
-        let hooks = json!({ "prestart": [{ "path": "/bin/true" }] });
-        assert!(refused(with("", "hooks", hooks)).starts_with("hooks are not supported"));
+        let hooks = json!({ "startContainer": [{ "path": "/bin/true" }] });
+        assert!(refused(with("", "hooks", hooks)).starts_with("hooks.startContainer: a VM cannot"));
         let text = "linux.rootfsPropagation: a VM cannot propagate mounts to the host";
         assert_eq!(refused(with("/linux", "rootfsPropagation", json!("rshared"))), text);
         let empty = json!([]);

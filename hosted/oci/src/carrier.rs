@@ -12,13 +12,16 @@ use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
 use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::input;
 use hosted_command::messages::to_stderr;
+use hosted_command::proc_number;
 use hosted_command::supervise;
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
 use hosted_monitor::config::share::{ShareConfig, Tag};
 use hosted_monitor::config::vm::VmConfig;
+use nix::sched::{CloneFlags, unshare};
 use oci_spec::runtime::Process;
 use proto::agent::{AgentRequest, Guest, Root};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -89,7 +92,8 @@ pub fn start(
             command.arg(option).arg(path);
         }
     }
-    let mut child = command.spawn().start_error("the carrier")?;
+    let is_first = process.is_none() && state.has_own_vm();
+    let mut child = spawn(command, is_first).start_error("the carrier")?;
     let reported = wait_for_report(&listener, &mut child);
     let _ = fs::remove_file(&socket);
     if reported.is_err() {
@@ -97,6 +101,25 @@ pub fn start(
         let _ = child.wait();
     }
     reported.map(|()| child)
+}
+
+/// Starts a carrier; that of a VM is the first process of a PID namespace (`is_first`), which has
+/// the VM, too: all of its processes end with the carrier. Besides, `podman cp` enters the PID
+/// namespace of a container's process, and for an ordinary user the kernel refuses the host's.
+///
+/// The carrier of a container in the VM of a sandbox stays outside, since it may have to end a VM
+/// that is not its descendant.
+fn spawn(mut command: Command, is_first: bool) -> io::Result<Child> {
+    if !is_first {
+        return command.spawn();
+    }
+    let in_namespace = move || {
+        // It concerns the children of this thread.
+        unshare(CloneFlags::CLONE_NEWPID)?;
+        command.spawn()
+    };
+    let spawned = thread::Builder::new().spawn(in_namespace)?.join();
+    spawned.unwrap_or_else(|_| Err(io::Error::other("a thread has panicked")))
 }
 
 /// Returns the signals that containers get.
@@ -160,7 +183,7 @@ pub fn let_start(state: &ContainerRecord) -> Result<(), Failure> {
 
 /// Returns the process of a VM; `None`: it was not started.
 pub fn vm_process(vm_folder: &Path) -> Option<ProcessId> {
-    serde_json::from_slice(&fs::read(vm_folder.join(VM)).ok()?).ok()
+    serde_json::from_slice(&input::regular(&vm_folder.join(VM)).ok()?).ok()
 }
 
 /// Becomes a carrier; returns the exit code.
@@ -221,17 +244,17 @@ fn container(
     let prepared = Container::prepare(global, store, carry, enter);
     let is_reported = send(reporter, &prepared).is_ok();
     let Ok(container) = prepared else { return LOST };
-    let Container { mut vm, carrier, listener, process } = container;
+    let Container { mut vm, carrier, listener, sandbox } = container;
     // Without the process that has started it, no engine knows of the container.
     let carried = match is_reported {
         true => wait_and_carry(&mut vm, carrier, &listener),
         false => Ok(LOST),
     };
     if carried.is_err()
-        && let Some(vm) = process.and_then(ProcessId::pid)
+        && let Some(vm) = sandbox.and_then(ProcessId::pid)
     {
         // A guest that sends malformed messages serves none of its containers. The VM may have
-        // ended, and this process may not be its parent.
+        // ended, and this process is not its parent.
         let _ = kill_process(vm, Signal::TERM);
     }
     // The engine does its part meanwhile; `delete` waits for the end.
@@ -251,8 +274,8 @@ struct Container {
     vm: AgentVm,
     carrier: Carrier,
     listener: UnixListener,
-    /// Process of the VM.
-    process: Option<ProcessId>,
+    /// Process of the VM if it is that of a sandbox.
+    sandbox: Option<ProcessId>,
 }
 
 impl Container {
@@ -263,7 +286,7 @@ impl Container {
         enter: impl FnOnce(View) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
         let mut state = store.load(&carry.id)?;
-        state.carrier = ProcessId::of(std::process::id());
+        state.carrier = ProcessId::of(proc_number::own());
         store.save(&state)?;
         let bundle = Bundle::open(&state.bundle)?;
         if let Some(socket) = &carry.console_socket {
@@ -280,7 +303,9 @@ impl Container {
             created.and_then(|created| enter(View::new(&state, &bundle)).map(|()| created));
         match created {
             Ok((carrier, listener)) => {
-                Ok(Self { vm: vm.0, carrier, listener, process: vm_process(&state.vm_folder) })
+                let is_member = bundle.sandbox.is_some();
+                let sandbox = vm_process(&state.vm_folder).filter(|_| is_member);
+                Ok(Self { vm: vm.0, carrier, listener, sandbox })
             }
             Err(failure) => {
                 vm.0.end();
@@ -332,6 +357,9 @@ fn enter_cgroups(
         state.cgroups = cgroup::make(&state.cgroups)?;
         store.save(state)?;
         cgroup::limit(&state.cgroups, &bundle.host_limits)?;
+        if state.has_own_vm() {
+            cgroup::confine(&state.cgroups, &bundle.cpu_set)?;
+        }
     }
     cgroup::join(&state.cgroups)
 }
@@ -418,7 +446,7 @@ fn wait_and_carry(
 /// Carries another process of a container; returns the exit code.
 fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u8 {
     let prepare = || {
-        let text = fs::read(file).file_error("read", file)?;
+        let text = input::regular(file)?;
         fs::remove_file(file).file_error("remove", file)?;
         let process: Process = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;

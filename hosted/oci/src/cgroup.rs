@@ -3,6 +3,7 @@
 
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
+use oci_spec::runtime::LinuxResources;
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -23,7 +24,7 @@ const WEIGHTS: [u64; 2] = [1, 10_000];
 const UNLIMITED: [&str; 2] = ["-1", "max"];
 /// File that gives controllers to the cgroups below, in version 2, and those that limits need.
 const DELEGATED: &str = "cgroup.subtree_control";
-const CONTROLLERS: [&str; 2] = ["+cpu", "+memory"];
+const CONTROLLERS: [&str; 3] = ["+cpu", "+memory", "+cpuset"];
 /// Time for the processes of a cgroup to end.
 const ATTEMPTS: u32 = 1000;
 const INTERVAL: Duration = Duration::from_millis(5);
@@ -41,6 +42,70 @@ pub struct HostLimits {
     pub cpu_period: Option<u64>,
     /// Share of CPU time, as in version 1.
     pub cpu_shares: Option<u64>,
+}
+
+/// CPUs and memory nodes of the host, as lists of numbers (`cpuset(7)`); empty: all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CpuSet {
+    cpus: String,
+    nodes: String,
+}
+
+impl CpuSet {
+    /// Reads the set of a configuration.
+    ///
+    /// # Errors
+    /// A list is malformed.
+    pub fn new(resources: &LinuxResources) -> Result<Self, Failure> {
+        let cpu = resources.cpu().as_ref();
+        let cpus = cpu.and_then(|cpu| cpu.cpus().clone());
+        let nodes = cpu.and_then(|cpu| cpu.mems().clone());
+        Self::of(cpus, nodes)
+    }
+
+    /// Creates a set of two lists.
+    ///
+    /// # Errors
+    /// A list is malformed.
+    pub fn of(cpus: Option<String>, nodes: Option<String>) -> Result<Self, Failure> {
+        let set = Self { cpus: cpus.unwrap_or_default(), nodes: nodes.unwrap_or_default() };
+        for (name, list) in [("cpus", &set.cpus), ("mems", &set.nodes)] {
+            if !list.is_empty() && count(list).is_none() {
+                let text = format!("linux.resources.cpu.{name}: {list:?} is no list of numbers");
+                return Err(refuse(text).help("such as 0-3,5"));
+            }
+        }
+        Ok(set)
+    }
+
+    /// Returns the number of CPUs; `None`: all.
+    pub fn count(&self) -> Option<u64> {
+        count(&self.cpus)
+    }
+}
+
+/// Returns how many numbers a list has; `None`: it is malformed, or empty.
+fn count(list: &str) -> Option<u64> {
+    let number = |text: &str| text.trim().parse::<u16>().ok().map(u64::from);
+    list.trim().split(',').try_fold(0, |sum, part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(sum + number(last)?.checked_sub(number(first)?)? + 1)
+    })
+}
+
+/// Confines the processes of cgroups that have the controller to a set of CPUs.
+///
+/// # Errors
+/// The host has not all of them, or a cgroup above may not use them.
+pub fn confine(places: &[PathBuf], set: &CpuSet) -> Result<(), Failure> {
+    for place in places {
+        for (name, list) in CPUSET.into_iter().zip([&set.cpus, &set.nodes]) {
+            if !list.is_empty() {
+                self::set(place, name, list)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the cgroups of a container at the engine's path: one in each hierarchy.
@@ -300,6 +365,23 @@ mod tests {
         fs::write(root.join(PROCESSES), "").unwrap();
         assert_eq!(hierarchies(root), [root]);
         assert!(places(Path::new("/")).is_empty());
+    }
+
+    #[test]
+    fn sets_of_cpus_are_lists() {
+        for (list, expected) in [("0", Some(1)), ("0-3,5", Some(5)), ("7,\n", None), ("3-1", None)]
+        {
+            assert_eq!(count(list), expected, "{list}");
+        }
+        assert!(CpuSet::of(Some("0,x".to_owned()), None).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let places = [folder.path().to_owned()];
+        let set = CpuSet::of(Some("1".to_owned()), None).unwrap();
+        confine(&places, &set).unwrap();
+        let files = CPUSET.map(|name| folder.path().join(name));
+        files.iter().for_each(|file| fs::write(file, "0-1").unwrap());
+        confine(&places, &set).unwrap();
+        assert_eq!(files.map(|file| fs::read_to_string(file).unwrap()), ["1", "0-1"]);
     }
 
     #[test]

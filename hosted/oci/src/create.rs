@@ -2,15 +2,17 @@
 
 use crate::balloon::{self, Change};
 use crate::bundle::Bundle;
+use crate::hooks::Stage;
 use crate::line::{Create, Global};
 use crate::store::{ContainerRecord, Status, Store};
 use crate::systemd::Scope;
-use crate::{carrier, cgroup, lifecycle, mounts, refuse, report, scratch};
+use crate::{carrier, cgroup, hooks, lifecycle, mounts, refuse, report, scratch};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
 use hosted_monitor::runtime::RuntimeFolder;
 use std::env;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
+use std::io::Write;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -105,14 +107,33 @@ fn build(
     state.cgroups = cgroup::make(&state.cgroups)?;
     store.save(&state)?;
     cgroup::limit(&state.cgroups, &bundle.host_limits)?;
-    if !state.has_own_vm() {
+    if state.has_own_vm() {
+        cgroup::confine(&state.cgroups, &bundle.cpu_set)?;
+    } else {
         // An `update` before may have taken memory that this container is allowed.
         balloon::fit(store, &state.vm_folder, Change::Deflate)?;
     }
     mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
     let console = arguments.console_socket.as_deref();
-    let carrier = carrier::start(global, &state, console, None)?;
+    let mut carrier = carrier::start(global, &state, console, None)?;
+    if let Err(failure) = run_hooks(store, id, bundle) {
+        end(&mut carrier);
+        return Err(failure);
+    }
     write_pid(arguments.pid_file.as_deref(), carrier)
+}
+
+fn run_hooks(store: &Store, id: &str, bundle: &Bundle) -> Result<(), Failure> {
+    let mut state = lifecycle::describe(store, &store.load(id)?);
+    state["status"] = Status::Creating.word().into();
+    hooks::run(bundle.hooks.as_ref(), Stage::Create, &state)
+}
+
+/// Ends a carrier of which no engine knows.
+fn end(carrier: &mut Child) {
+    // It may have ended by itself.
+    let _ = carrier.kill();
+    let _ = carrier.wait();
 }
 
 /// Returns the scratch disk of a container's VM.
@@ -140,14 +161,16 @@ pub fn write_pid(path: Option<&Path>, mut carrier: Child) -> Result<Child, Failu
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
     let new = path.with_file_name(name);
-    let written = fs::write(&new, carrier.id().to_string()).file_error("write", &new);
+    // One that a killed process has left, or a pipe, for whose reader this would wait.
+    let _ = fs::remove_file(&new);
+    let written = File::create_new(&new)
+        .and_then(|mut file| file.write_all(carrier.id().to_string().as_bytes()));
+    let written = written.file_error("write", &new);
     match written.and_then(|()| fs::rename(&new, path).file_error("write", path)) {
         Ok(()) => Ok(carrier),
         Err(failure) => {
             let _ = fs::remove_file(&new);
-            // No engine knows of it.
-            let _ = carrier.kill();
-            let _ = carrier.wait();
+            end(&mut carrier);
             Err(failure)
         }
     }

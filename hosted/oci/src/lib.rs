@@ -20,6 +20,7 @@
 //! | `message` | configurations as messages to the agent |
 //! | `cgroup` | cgroups of the host, version 1 and 2 |
 //! | `systemd` | cgroups that systemd makes |
+//! | `hooks` | hooks of configurations, on the host |
 //! | `network` | the pod's network namespace: addresses, a tap device |
 //! | `terminal` | pseudoterminals for engines |
 //! | `view` | namespaces of a carrier that engines enter |
@@ -39,6 +40,7 @@ mod bundle;
 mod carrier;
 mod cgroup;
 mod create;
+mod hooks;
 mod lifecycle;
 mod line;
 mod message;

@@ -1,13 +1,16 @@
 //! The commands of the runtime, besides `create`.
 
+use crate::bundle::Bundle;
 use crate::carrier::REAL_TIME;
+use crate::hooks::Stage;
 use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{carrier, cgroup, create, mounts, refuse, resources, scratch};
+use crate::{carrier, cgroup, create, hooks, mounts, refuse, report, resources, scratch};
 use host_linux::sys::{NumberCall, call_with_numbers};
-use hosted_command::failure::{Failure, IoContext};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::output::print;
-use oci_spec::runtime::Process;
+use oci_spec::runtime::{Capabilities, Capability, Process};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 use std::fs;
@@ -71,17 +74,17 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
     let store = Store::new(global.root.as_deref());
     match &line.command {
         RuntimeCommand::Create(arguments) => create::create(global, arguments, false).map(|_| 0),
-        RuntimeCommand::Start { id } => start(&store, id).map(|()| 0),
+        RuntimeCommand::Start { id } => start(global, &store, id).map(|()| 0),
         RuntimeCommand::Run { create: arguments, detach } => {
             let carrier = create::create(global, arguments, !detach)?;
-            run(&store, &arguments.id, carrier, *detach)
+            run(global, &store, &arguments.id, carrier, *detach)
         }
         RuntimeCommand::State { id } => {
             let state = store.load(id)?;
             print(format!("{:#}\n", describe(&store, &state))).map(|()| 0)
         }
         RuntimeCommand::Kill { id, signal, .. } => kill(&store, id, signal).map(|()| 0),
-        RuntimeCommand::Delete { force, id } => delete(&store, id, *force).map(|()| 0),
+        RuntimeCommand::Delete { force, id } => delete(global, &store, id, *force).map(|()| 0),
         RuntimeCommand::Exec(arguments) => exec(global, &store, arguments),
         RuntimeCommand::Ps { format, id, .. } => ps(&store, id, format).map(|()| 0),
         RuntimeCommand::List { format, quiet } => list(&store, format, *quiet).map(|()| 0),
@@ -96,7 +99,7 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
     }
 }
 
-fn start(store: &Store, id: &str) -> Result<(), Failure> {
+fn start(global: &Global, store: &Store, id: &str) -> Result<(), Failure> {
     let _lock = store.lock(id)?;
     let state = store.load(id)?;
     match store.status(&state) {
@@ -105,23 +108,34 @@ fn start(store: &Store, id: &str) -> Result<(), Failure> {
         _ => return Err(refuse("cannot start an already running container")),
     }
     carrier::let_start(&state)?;
-    store.note_start(id)
+    store.note_start(id)?;
+    let hooks = Bundle::open(&state.bundle)?.hooks;
+    // The container runs: a failure is a warning (OCI runtime specification, "Lifecycle").
+    let done = hooks::run(hooks.as_ref(), Stage::Started, &describe(store, &state));
+    done.unwrap_or_else(|failure| report::warning(global, &failure));
+    Ok(())
 }
 
 /// Starts a container that was just created, and waits for its end unless it is detached.
-fn run(store: &Store, id: &str, mut carrier: Child, is_detached: bool) -> Result<u8, Failure> {
-    let started = start(store, id);
+fn run(
+    global: &Global,
+    store: &Store,
+    id: &str,
+    mut carrier: Child,
+    is_detached: bool,
+) -> Result<u8, Failure> {
+    let started = start(global, store, id);
     if started.is_ok() && is_detached {
         return Ok(0);
     }
     let ended = carrier.wait().os_error("wait for the container");
-    delete(store, id, true)?;
+    delete(global, store, id, true)?;
     started?;
     ended.map(exit_code)
 }
 
 /// Returns the state of a container for engines.
-fn describe(store: &Store, state: &ContainerRecord) -> Value {
+pub fn describe(store: &Store, state: &ContainerRecord) -> Value {
     let status = store.status(state);
     let carrier = state.carrier.filter(|_| status != Status::Stopped);
     json!({
@@ -177,7 +191,7 @@ fn is_signal(number: i32) -> bool {
     Signal::from_named_raw(number).is_some() || REAL_TIME.contains(&number)
 }
 
-fn delete(store: &Store, id: &str, is_forced: bool) -> Result<(), Failure> {
+fn delete(global: &Global, store: &Store, id: &str, is_forced: bool) -> Result<(), Failure> {
     if is_forced && !store.folder(id)?.exists() {
         return Ok(());
     }
@@ -188,16 +202,24 @@ fn delete(store: &Store, id: &str, is_forced: bool) -> Result<(), Failure> {
         Err(_) if is_forced => return store.remove(id),
         Err(failure) => return Err(failure),
     };
-    let status = store.status(&state);
-    if status != Status::Stopped {
-        if !is_forced {
+    match store.status(&state) {
+        Status::Stopped => {}
+        // It has no process yet.
+        Status::Created => kill_carrier(&state)?,
+        _ if is_forced => kill_carrier(&state)?,
+        status => {
             let status = status.word();
             let text = format!("cannot delete container {id} that is not stopped: {status}");
             return Err(refuse(text));
         }
-        kill_carrier(&state)?;
     }
-    remove(store, id)
+    // The engine may have removed it.
+    let hooks = Bundle::open(&state.bundle).ok().and_then(|bundle| bundle.hooks);
+    remove(store, id)?;
+    let last = describe(store, &state);
+    let done = hooks::run(hooks.as_ref(), Stage::Deleted, &last);
+    done.unwrap_or_else(|failure| report::warning(global, &failure));
+    Ok(())
 }
 
 /// Kills the carrier of a container, and waits for its end.
@@ -334,7 +356,7 @@ fn exit_code(status: ExitStatus) -> u8 {
 /// Returns the process of the options: that of a file, or the container's with another command.
 fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure> {
     if let Some(file) = &arguments.process {
-        let text = fs::read(file).file_error("read", file)?;
+        let text = input::regular(file)?;
         let mut process: Process = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
         if arguments.tty {
@@ -345,12 +367,16 @@ fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure
     if arguments.command.is_empty() {
         return Err(refuse("the command is missing"));
     }
-    let mut process = crate::bundle::Bundle::open(&state.bundle)?.process;
+    let mut process = Bundle::open(&state.bundle)?.process;
     process.set_args(Some(arguments.command.clone()));
     process.set_terminal(Some(arguments.tty));
     let mut environment = process.env().clone().unwrap_or_default();
     environment.extend(arguments.env.iter().cloned());
     process.set_env(Some(environment));
+    add_capabilities(&mut process, &arguments.cap)?;
+    if arguments.no_new_privs {
+        process.set_no_new_privileges(Some(true));
+    }
     if let Some(folder) = &arguments.cwd {
         process.set_cwd(folder.clone());
     }
@@ -364,6 +390,33 @@ fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure
         process.user_mut().set_gid(group);
     }
     Ok(process)
+}
+
+/// Adds capabilities, named with or without CAP_, to those that a process has, as runc does: they
+/// are not inheritable.
+fn add_capabilities(process: &mut Process, names: &[String]) -> Result<(), Failure> {
+    let unknown = |name: &str| refuse(format!("unknown capability {name:?}"));
+    let parse = |name: &String| -> Result<Capability, Failure> {
+        let upper = name.to_uppercase();
+        let full = format!("CAP_{}", upper.strip_prefix("CAP_").unwrap_or(&upper));
+        serde_json::from_value(json!(full)).map_err(|_| unknown(name))
+    };
+    let added = names.iter().map(parse).collect::<Result<Capabilities, _>>()?;
+    if added.is_empty() {
+        return Ok(());
+    }
+    let none = || serde_json::from_value(json!({}));
+    let mut all = process.capabilities().clone().map_or_else(none, Ok).map_err(|error| {
+        Failure::new(failure::INTERNAL, format!("cannot make a set of capabilities: {error}"))
+    })?;
+    let joined = |set: &Option<Capabilities>| {
+        Some(set.iter().flatten().chain(&added).copied().collect::<Capabilities>())
+    };
+    let sets = [all.bounding(), all.effective(), all.permitted()].map(joined);
+    let [bounding, effective, permitted] = sets;
+    all.set_bounding(bounding).set_effective(effective).set_permitted(permitted);
+    process.set_capabilities(Some(all));
+    Ok(())
 }
 
 fn ps(store: &Store, id: &str, format: &str) -> Result<(), Failure> {
@@ -415,7 +468,7 @@ fn features() -> Value {
     json!({
         "ociVersionMin": "1.0.0",
         "ociVersionMax": VERSION,
-        "hooks": [],
+        "hooks": ["prestart", "createRuntime", "poststart", "poststop"],
         "linux": {
             "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "uts"],
             "cgroup": { "v1": true, "v2": true, "systemd": true },
@@ -450,6 +503,20 @@ mod tests {
         for wrong in ["", "0", "99", "SIGNONE", "RTMIN+31", "RTMIN-1", "RTMAX+1", "RTMINx", "33"] {
             assert!(parse_signal(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn capabilities_are_added() {
+        let process = json!({ "user": {}, "args": ["a"], "cwd": "/",
+            "capabilities": { "bounding": ["CAP_CHOWN"], "inheritable": [] } });
+        let mut process: Process = serde_json::from_value(process).unwrap();
+        add_capabilities(&mut process, &["net_admin".into(), "CAP_CHOWN".into()]).unwrap();
+        let all = process.capabilities().clone().unwrap();
+        let sizes = [all.bounding(), all.effective(), all.permitted(), all.inheritable()]
+            .map(|set| set.as_ref().map_or(0, Capabilities::len));
+        assert_eq!(sizes, [2, 2, 2, 0]);
+        let wrong = add_capabilities(&mut process, &["CAP_NO".into()]).unwrap_err();
+        assert_eq!(report::text(&wrong), "unknown capability \"CAP_NO\"");
     }
 
     #[test]

@@ -178,6 +178,12 @@ pub struct Exec {
     /// User, and group after a colon, as numbers.
     #[arg(short, long, value_name = "UID[:GID]")]
     pub user: Option<String>,
+    /// Capability that it has besides the container's.
+    #[arg(short, long, value_name = "NAME")]
+    pub cap: Vec<String>,
+    /// It cannot gain privileges.
+    #[arg(long)]
+    pub no_new_privs: bool,
     #[arg(long, default_value_t)]
     pub preserve_fds: u32,
     pub id: String,
@@ -207,6 +213,12 @@ pub struct Update {
     /// Processes and threads; -1: no limit.
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
     pub pids_limit: Option<i64>,
+    /// CPUs of the host, e.g. 0-3,5.
+    #[arg(long, value_name = "LIST")]
+    pub cpuset_cpus: Option<String>,
+    /// Memory nodes of the host.
+    #[arg(long, value_name = "LIST")]
+    pub cpuset_mems: Option<String>,
     pub id: String,
 }
 
@@ -268,6 +280,8 @@ mod tests {
         assert!(
             matches!(line.command, RuntimeCommand::Exec(exec) if exec.command == ["sh", "-c", "x"])
         );
+        let line = parse("parador-oci exec --cap CAP_A -c B abc x");
+        assert!(matches!(line.command, RuntimeCommand::Exec(exec) if exec.cap == ["CAP_A", "B"]));
         let line = parse("parador-oci kill --all abc 9");
         assert!(matches!(line.command, RuntimeCommand::Kill { signal, .. } if signal == "9"));
         let line = parse("parador-oci update --memory -1 --cpu-share 512 abc");

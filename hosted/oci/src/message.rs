@@ -222,6 +222,7 @@ impl<'a> ContainerMessage<'a> {
             hostname: &self.bundle.hostname,
             namespaces: self.bundle.namespaces,
             mounts: mounts.collect(),
+            has_all_devices: self.bundle.is_privileged,
             devices: linux.devices().iter().flatten().map(device).collect(),
             masked: list(&self.masked)?,
             read_only_paths: list(&self.read_only)?,

@@ -3,21 +3,34 @@
 use crate::line::{Global, LogFormat};
 use hosted_command::failure::Failure;
 use hosted_command::messages::to_stderr;
+use rustix::fs::OFlags;
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Reports a failure to the engine.
 pub fn failure(global: &Global, failure: &Failure) {
+    write(global, "error", failure);
+}
+
+/// Reports a failure in spite of which the command is carried out.
+pub fn warning(global: &Global, failure: &Failure) {
+    write(global, "warning", failure);
+}
+
+fn write(global: &Global, level: &str, failure: &Failure) {
     let text = text(failure);
     to_stderr(format_args!("{text}\n"));
     let Some(path) = &global.log else { return };
     let line = match global.log_format {
-        LogFormat::Json => json!({ "level": "error", "msg": text, "time": now() }).to_string(),
-        LogFormat::Text => format!("time=\"{}\" level=error msg={}", now(), json!(text)),
+        LogFormat::Json => json!({ "level": level, "msg": text, "time": now() }).to_string(),
+        LogFormat::Text => format!("time=\"{}\" level={level} msg={}", now(), json!(text)),
     };
-    let opened = OpenOptions::new().create(true).append(true).open(path);
+    // It does not wait for the reader of a pipe.
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let opened = OpenOptions::new().create(true).append(true).custom_flags(flags).open(path);
     // One write: several processes may append. Standard error has the message, too.
     let _ = opened.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
 }

@@ -1,11 +1,12 @@
 //! Limits of containers in their guests and of VMs on the host, `update`, and `events`.
 
 use crate::balloon::{self, Change};
-use crate::cgroup::{self, HostLimits};
+use crate::cgroup::{self, CpuSet, HostLimits};
 use crate::line::Update;
 use crate::store::{ContainerRecord, Status, Store};
 use crate::{annotations, refuse};
-use hosted_command::failure::{Failure, IoContext};
+use hosted_command::failure::Failure;
+use hosted_command::input;
 use hosted_command::output::print;
 use hosted_exec::connection::ControlConnection;
 use hosted_exec::patience::AgentDeadline;
@@ -14,8 +15,6 @@ use oci_spec::runtime::LinuxResources;
 use proto::agent::AgentRequest;
 use proto::agent::container::{ContainerStatistics, Limits};
 use serde_json::{Value, json};
-use std::fs;
-use std::io::{self, Read};
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
@@ -95,7 +94,7 @@ fn limit(value: i64) -> Option<u64> {
 pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     let _lock = store.lock(&arguments.id)?;
     let mut state = store.load(&arguments.id)?;
-    let stated = limits_of(arguments)?;
+    let (stated, cpu_set) = limits_of(arguments)?;
     let limits = stated.guest();
     let most = state.vm_memory;
     if let Some(memory) = limits.memory.filter(|memory| (most + 1..u64::MAX).contains(memory)) {
@@ -112,7 +111,7 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
         // The host's limit waits for the memory that the guest returns.
         balloon::fit(store, &state.vm_folder, Change::Inflate)?;
     }
-    limit_host(&state, &stated)?;
+    limit_host(&state, &stated, &cpu_set)?;
     match limits.memory {
         Some(_) => balloon::fit(store, &state.vm_folder, Change::Deflate),
         None => Ok(()),
@@ -120,37 +119,40 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
 }
 
 /// Changes the limits of a VM's processes on the host.
-fn limit_host(state: &ContainerRecord, stated: &StatedLimits) -> Result<(), Failure> {
+fn limit_host(
+    state: &ContainerRecord,
+    stated: &StatedLimits,
+    cpu_set: &CpuSet,
+) -> Result<(), Failure> {
     // The VM of a pod is in the cgroup of its sandbox.
     if !state.has_own_vm() {
         return Ok(());
     }
     let limits = stated.host(annotations::extra(&state.annotations)?.0);
     cgroup::limit(&state.cgroups, &limits)?;
+    cgroup::confine(&state.cgroups, cpu_set)?;
     state.scope.as_ref().map_or(Ok(()), |scope| scope.limit(&limits))
 }
 
-fn limits_of(arguments: &Update) -> Result<StatedLimits, Failure> {
+fn limits_of(arguments: &Update) -> Result<(StatedLimits, CpuSet), Failure> {
     if let Some(file) = &arguments.resources {
         let text = match file == Path::new(STANDARD_INPUT) {
-            true => {
-                let mut text = Vec::new();
-                io::stdin().read_to_end(&mut text).os_error("read the standard input")?;
-                text
-            }
-            false => fs::read(file).file_error("read", file)?,
+            true => input::standard()?,
+            false => input::regular(file)?,
         };
         let resources: LinuxResources = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
-        return Ok(StatedLimits::new(&resources));
+        return Ok((StatedLimits::new(&resources), CpuSet::new(&resources)?));
     }
-    Ok(StatedLimits {
+    let stated = StatedLimits {
         memory: arguments.memory,
         cpu_quota: arguments.cpu_quota,
         cpu_period: arguments.cpu_period,
         cpu_shares: arguments.cpu_share,
         processes: arguments.pids_limit,
-    })
+    };
+    let set = CpuSet::of(arguments.cpuset_cpus.clone(), arguments.cpuset_mems.clone())?;
+    Ok((stated, set))
 }
 
 /// Connects to the agent of a container that was created and has not ended.

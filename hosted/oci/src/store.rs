@@ -6,7 +6,8 @@
 
 use crate::systemd::Scope;
 use crate::{cgroup, refuse};
-use hosted_command::failure::{Failure, IoContext};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -203,7 +204,10 @@ impl Store {
     /// It does not exist, or its state is malformed.
     pub fn load(&self, id: &str) -> Result<ContainerRecord, Failure> {
         let path = self.folder(id)?.join(STATE);
-        let text = fs::read(&path).map_err(|error| missing(id, &path, &error))?;
+        let text = input::regular(&path).map_err(|failure| match failure.code() {
+            failure::MISSING_FILE => does_not_exist(id),
+            _ => failure,
+        })?;
         serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{} is malformed: {error}", path.display())))
     }
@@ -269,9 +273,13 @@ impl Store {
     }
 }
 
+fn does_not_exist(id: &str) -> Failure {
+    refuse(format!("container \"{id}\" does not exist"))
+}
+
 fn missing(id: &str, path: &Path, error: &io::Error) -> Failure {
     match error.kind() {
-        io::ErrorKind::NotFound => refuse(format!("container \"{id}\" does not exist")),
+        io::ErrorKind::NotFound => does_not_exist(id),
         _ => Failure::file("read", path, error),
     }
 }

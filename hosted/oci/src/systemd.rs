@@ -7,6 +7,7 @@
 use crate::cgroup::{HostLimits, weight};
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::proc_number;
 use hosted_command::trust::is_host_root;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -80,7 +81,7 @@ impl Scope {
     /// # Errors
     /// systemd does not run, or refuses.
     pub fn enter(&self, limits: &HostLimits) -> Result<PathBuf, Failure> {
-        let pid = std::process::id().to_string();
+        let pid = proc_number::own().to_string();
         let own: [&[&str]; 6] = [
             &["Description", "s", "container of parador-oci"],
             &["Slice", "s", &self.slice],

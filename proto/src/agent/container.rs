@@ -31,6 +31,8 @@ pub struct Container<'a> {
     /// Devices besides those that every container has.
     #[serde(borrow)]
     pub devices: Vec<Device<'a>>,
+    /// It has all devices of the guest.
+    pub has_all_devices: bool,
     /// Paths that are hidden.
     pub masked: Strings<'a>,
     /// Paths that cannot be changed.

@@ -8,6 +8,7 @@ mod cost;
 pub mod hostile;
 pub mod kubernetes;
 pub mod network;
+pub mod options;
 pub mod podman;
 mod protobuf;
 mod sandbox;
@@ -26,9 +27,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Programs of the test's root directory, which are one.
-const PROGRAMS: [&str; 17] = [
+const PROGRAMS: [&str; 18] = [
     "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "kill", "ls", "mkdir", "mount", "nc",
-    "sh", "sleep", "stat", "stty", "true",
+    "sh", "sleep", "stat", "stty", "true", "tty",
 ];
 
 /// An engine's folders, and containers with busybox in them.
@@ -313,8 +314,8 @@ pub fn life() -> Result<()> {
     let number: u64 = pid.parse().context("the number is malformed")?;
     ensure!(state["status"] == "created" && state["pid"] == number, "{state}");
     engine.refused(&["create", "--bundle", "a", "a"], "already exists")?;
-    engine.refused(&["delete", "a"], "cannot delete container a that is not stopped: created")?;
     engine.succeed(&["start", "a"])?;
+    engine.refused(&["delete", "a"], "cannot delete container a that is not stopped: running")?;
     engine.refused(&["start", "a"], "cannot start an already running container")?;
     let deadline = Instant::now() + GONE;
     while engine.output().lines().count() < expected.len() && Instant::now() < deadline {

@@ -108,6 +108,18 @@ impl Podman {
         }
     }
 
+    /// Returns the capabilities that podman may give, after the colon of its status.
+    fn bounding_set(&self) -> Result<String> {
+        let own = "/proc/self/status";
+        let text = match &self.user {
+            None => fs::read_to_string(own).context("no status")?,
+            // Its user namespace has all.
+            Some(_) => self.call(&["unshare", "cat", own], "")?.1,
+        };
+        let set = text.lines().find_map(|line| line.strip_prefix("CapBnd:"));
+        Ok(set.context("no bounding set")?.to_owned())
+    }
+
     /// Checks that containers which were removed have left no trace.
     fn nothing_left(&self) -> Result<()> {
         let Some(user) = &self.user else { return self.engine.nothing_left("d") };
@@ -178,6 +190,11 @@ fn attached(podman: &Podman) -> Result<()> {
     let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
     let terminal = ["run", "--rm", "-t", "--network", "none", "test:1", "sh", "-c", script];
     podman.succeed(&terminal, Some("terminal\r\n"))?;
+    // The guest's devices and all capabilities.
+    let script = "[ -c /dev/kmsg ] && mount -t tmpfs none /tmp && echo privileged";
+    let privileged =
+        ["run", "--rm", "--privileged", "--network", "none", "test:1", "sh", "-c", script];
+    podman.succeed(&privileged, Some("privileged\n"))?;
     let volume = podman.home.join("volume");
     fs::create_dir(&volume).context("cannot make a folder")?;
     if let Some(user) = &podman.user {
@@ -209,6 +226,10 @@ fn detached(podman: &Podman) -> Result<()> {
             ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
             let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
             podman.succeed(&["exec", "-t", "d", "sh", "-c", script], Some("terminal\r\n"))?;
+            podman.succeed(&["exec", "-t", "d", "tty"], Some("/dev/pts/0\r\n"))?;
+            let status = ["exec", "--privileged", "d", "grep", "CapEff", "/proc/self/status"];
+            let expected = format!("CapEff:{}\n", podman.bounding_set()?);
+            podman.succeed(&status, Some(&expected))?;
             copied(podman)?;
         }
         podman.succeed(end, None)?;

@@ -1,0 +1,160 @@
+//! Options and parts of configurations that runc has: terminals and capabilities of `exec`, hooks,
+//! sets of CPUs, privileged containers; files that a runtime must not wait for.
+
+use super::{Engine, GONE, host_limit};
+use anyhow::{Context, Result, ensure};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use std::time::Instant;
+
+/// A container with all of them.
+pub fn like_runc() -> Result<()> {
+    let engine = Engine::new()?;
+    engine.bundle("o", "sleep 1000", |config| {
+        let seen = engine.path("seen");
+        let hook = |name: &str| {
+            let script = format!("cat >{}-{name}", seen.display());
+            json!([{ "path": "/bin/sh", "args": ["sh", "-c", script], "timeout": 60 }])
+        };
+        config["hooks"] = ["createRuntime", "poststart", "poststop"]
+            .into_iter()
+            .map(|name| (name.to_owned(), hook(name)))
+            .collect();
+        config["linux"]["resources"]["cpu"] = json!({ "cpus": "0" });
+        privileged(config);
+    })?;
+    // A pipe in the place of a file that is to be written has no reader.
+    make_pipe(&engine.path("pid.new"))?;
+    let _input = engine.create("o")?;
+    let pid: u64 = fs::read_to_string(engine.path("pid"))?.parse().context("no number")?;
+    // An engine of an ordinary user may not enter the host's.
+    let [own, carrier] =
+        ["self", &pid.to_string()].map(|process| fs::read_link(format!("/proc/{process}/ns/pid")));
+    ensure!(own? != carrier?, "the carrier is in the PID namespace of the engine");
+    seen(&engine, "createRuntime", "creating", pid)?;
+    engine.succeed(&["start", "o"])?;
+    seen(&engine, "poststart", "running", pid)?;
+    terminal(&engine)?;
+    capabilities(&engine)?;
+    // It has the guest's devices, and those of the host that the guest knows.
+    let script = "[ -c /dev/kmsg ] && [ -b /dev/loop0 ] && [ -c /dev/own ] && ls /dev | grep -c no";
+    let ended = engine.call(&["exec", "o", "sh", "-c", script])?;
+    ensure!(ended.stdout == b"0\n", "{}", String::from_utf8_lossy(&ended.stderr));
+    let count = engine.succeed(&["exec", "o", "grep", "-c", "^processor", "/proc/cpuinfo"])?;
+    ensure!(count == "1\n", "CPUs of the VM: {count}");
+    let cgroup = format!("parador-test-{}-o", std::process::id());
+    let cpus = host_limit(&cgroup, ["cpuset.cpus", "cpuset.cpus"])?;
+    ensure!(cpus == "0", "CPUs of the host: {cpus}");
+    engine.succeed(&["update", "--cpuset-cpus", "0-1", "o"])?;
+    ensure!(host_limit(&cgroup, ["cpuset.cpus", "cpuset.cpus"])? == "0-1", "update");
+    engine.refused(&["delete", "o"], "cannot delete container o that is not stopped: running")?;
+    engine.succeed(&["delete", "--force", "o"])?;
+    seen(&engine, "poststop", "stopped", 0)?;
+    engine.nothing_left("o")?;
+    not_started(&engine)?;
+    refused(&engine)
+}
+
+/// States the devices that engines list for `--privileged`.
+fn privileged(config: &mut Value) {
+    config["linux"]["resources"]["devices"] =
+        json!([{ "allow": false, "access": "rwm" }, { "allow": true, "access": "rwm" }]);
+    config["linux"]["devices"] = json!([
+        { "path": "/dev/no", "type": "c", "major": 10, "minor": 232 },
+        { "path": "/dev/own", "type": "c", "major": 1, "minor": 5 }
+    ]);
+}
+
+/// Checks the state that a hook had on its standard input.
+fn seen(engine: &Engine, hook: &str, status: &str, pid: u64) -> Result<()> {
+    let text = fs::read(engine.path(&format!("seen-{hook}"))).context("the hook has not run")?;
+    let state: Value = serde_json::from_slice(&text).context("no state")?;
+    let is_right = state["status"] == status && state["pid"] == pid && state["id"] == "o";
+    ensure!(is_right, "{hook}: {state}");
+    Ok(())
+}
+
+/// The terminal of `exec` has a name in the container, and belongs to its user.
+fn terminal(engine: &Engine) -> Result<()> {
+    let script = "tty; stat -c %u $(tty); echo opened >$(tty)";
+    let ended = engine.succeed(&["exec", "-t", "-u", "5:5", "o", "sh", "-c", script])?;
+    ensure!(ended == "/dev/pts/0\r\n5\r\nopened\r\n", "{ended:?}");
+    // A container's file in the place of the multiplexer is not opened.
+    let script = "mount -t tmpfs none /dev/pts && echo x >/dev/pts/ptmx";
+    engine.succeed(&["exec", "--cap", "sys_admin", "o", "sh", "-c", script])?;
+    let ended =
+        engine.succeed(&["exec", "-t", "o", "sh", "-c", "[ -t 0 ] && cat /dev/pts/ptmx"])?;
+    ensure!(ended == "x\r\n", "{ended:?}");
+    Ok(())
+}
+
+/// A process of `exec` has further capabilities, or none that `execve` gives.
+fn capabilities(engine: &Engine) -> Result<()> {
+    let effective = |options: &[&str], line: &str| {
+        let command = ["o", "grep", line, "/proc/self/status"];
+        let text = engine.succeed(&[&["exec"], options, &command].concat())?;
+        Ok::<_, anyhow::Error>(text.split_whitespace().nth(1).unwrap_or_default().to_owned())
+    };
+    ensure!(effective(&[], "CapEff")? == "0000000000000001", "of the container");
+    let options = ["--cap", "CAP_NET_ADMIN", "-c", "kill"];
+    ensure!(effective(&options, "CapEff")? == "0000000000001021", "more");
+    ensure!(effective(&options, "CapInh")? == "0000000000000000", "inheritable");
+    ensure!(effective(&["--no-new-privs"], "NoNewPrivs")? == "1", "privileges");
+    engine.refused(&["exec", "--cap", "CAP_NO", "o", "true"], "unknown capability \"CAP_NO\"")
+}
+
+/// A container that was not started is deleted without `--force`.
+fn not_started(engine: &Engine) -> Result<()> {
+    engine.bundle("created", "sleep 1000", |_| {})?;
+    let _input = engine.create("created")?;
+    engine.succeed(&["delete", "created"])?;
+    engine.nothing_left("created")
+}
+
+/// Files without an end, hooks that fail, and CPUs that the host has not, leave nothing.
+fn refused(engine: &Engine) -> Result<()> {
+    engine.bundle("hook", "true", |config| {
+        let fails = json!({ "path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 3"] });
+        config["hooks"] = json!({ "createRuntime": [fails] });
+    })?;
+    let text = "error running createRuntime hook #0: /bin/sh: exit status: 3, stderr: why";
+    engine.refused(&["create", "--bundle", "hook", "hook"], text)?;
+    engine.nothing_left("hook")?;
+    engine.bundle("cpus", "true", |config| {
+        config["linux"]["resources"]["cpu"] = json!({ "cpus": "4000" });
+    })?;
+    engine.refused(&["create", "--bundle", "cpus", "cpus"], "cannot set the limit 4000 in")?;
+    engine.nothing_left("cpus")?;
+    engine.bundle("pipe", "true", |_| {})?;
+    let config = engine.path("pipe/config.json");
+    fs::remove_file(&config)?;
+    make_pipe(&config)?;
+    let begun = Instant::now();
+    engine.refused(&["create", "--bundle", "pipe", "pipe"], "is not a regular file")?;
+    fs::remove_file(&config)?;
+    fs::File::create(&config)?.set_len(10 << 30)?;
+    engine.refused(&["create", "--bundle", "pipe", "pipe"], "has more than 16777216 bytes")?;
+    ensure!(begun.elapsed() < GONE, "the runtime has waited for {:?}", begun.elapsed());
+    process_files(engine)
+}
+
+/// A process of a file that has no end is refused, and limits of one, too.
+fn process_files(engine: &Engine) -> Result<()> {
+    engine.bundle("file", "sleep 1000", |_| {})?;
+    let _input = engine.create("file")?;
+    engine.succeed(&["start", "file"])?;
+    make_pipe(&engine.path("process"))?;
+    let text = "is not a regular file";
+    for file in ["process", "/dev/zero"] {
+        engine.refused(&["exec", "--process", file, "file"], text)?;
+        engine.refused(&["update", "--resources", file, "file"], text)?;
+    }
+    engine.succeed(&["delete", "--force", "file"])?;
+    engine.nothing_left("file")
+}
+
+fn make_pipe(path: &Path) -> Result<()> {
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).context("cannot make a pipe")
+}
