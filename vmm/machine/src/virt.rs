@@ -132,10 +132,10 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
     let regions = [
         (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
         (layout::REDISTRIBUTORS, layout::REDISTRIBUTORS_LENGTH, Chip::Redistributors),
-        (layout::MESSAGES, hw_arm64::gic::v2m::LENGTH, Chip::Messages),
         (layout::UART, layout::PAGE, Chip::Uart),
         (layout::CLOCK, layout::PAGE, Chip::Clock),
         (layout::BUTTON, layout::PAGE, Chip::Button),
+        (layout::MESSAGES, hw_arm64::gic::v2m::LENGTH, Chip::Messages),
     ];
     let offset = |base: u64, length| Some(address.wrapping_sub(base)).filter(|&at| at < length);
     regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))

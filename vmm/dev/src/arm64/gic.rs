@@ -69,6 +69,8 @@ pub struct Gic<const CPUS: usize> {
     sources: [[u8; SGI_COUNT]; CPUS],
     /// The redistributor of a CPU sleeps: a bit each. Only software looks at it.
     asleep: u32,
+    /// CPUs to which an interrupt is to be delivered: a bit each.
+    waiting: u32,
 }
 
 impl<const CPUS: usize> Gic<CPUS> {
@@ -85,6 +87,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             routes: [[0; 32]; SHARED_WORDS],
             sources: [[0; SGI_COUNT]; CPUS],
             asleep: u32::MAX,
+            waiting: 0,
         }
     }
 
@@ -92,6 +95,7 @@ impl<const CPUS: usize> Gic<CPUS> {
     pub fn set_level(&mut self, number: u32, level: bool) {
         if let Some((word, bit)) = shared(number) {
             self.shared[word].set_level(bit, level);
+            self.changed();
         }
     }
 
@@ -99,6 +103,7 @@ impl<const CPUS: usize> Gic<CPUS> {
     pub fn set_pending(&mut self, number: u32) {
         if let Some((word, bit)) = shared(number) {
             self.shared[word].pending |= bit;
+            self.changed();
         }
     }
 
@@ -109,11 +114,12 @@ impl<const CPUS: usize> Gic<CPUS> {
                 bank.pending |= 1 << (interrupt.number & 15);
             }
         }
+        self.changed();
     }
 
     /// Returns whether an interrupt is to be delivered to a CPU.
     pub fn is_waiting(&self, cpu: usize) -> bool {
-        self.next(cpu).is_some()
+        self.waiting & 1 << cpu != 0
     }
 
     /// Takes the most urgent interrupt that is to be delivered to a CPU.
@@ -125,6 +131,7 @@ impl<const CPUS: usize> Gic<CPUS> {
         };
         let number =
             if self.version == Version::V2 { self.with_source(cpu, number) } else { number };
+        self.changed();
         Some(Virq { number, priority, report_end })
     }
 
@@ -135,6 +142,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             None if number < FIRST_SHARED => self.private[cpu].in_service &= !(1 << number),
             None => {}
         }
+        self.changed();
     }
 
     /// The interrupt of a CPU's virtual timer, if the guest has enabled it.
@@ -170,23 +178,37 @@ impl<const CPUS: usize> Gic<CPUS> {
         self.frame(access).map_or(0, |(cpu, _)| 1 << cpu)
     }
 
-    /// Priority and number of the next interrupt for a CPU.
-    fn next(&self, cpu: usize) -> Option<(u8, u32)> {
+    /// CPUs to which an interrupt is to be delivered: a bit each.
+    fn find_waiting(&self) -> u32 {
         if !self.is_enabled {
-            return None;
+            return 0;
         }
-        // Mostly there is none, and this is called after each access to the board.
-        let own = self.private[cpu].deliverable();
-        let of_shared = self.shared.iter().fold(0, |all, bank| all | bank.deliverable());
-        if own | of_shared == 0 {
-            return None;
+        let mut waiting = 0;
+        for (cpu, bank) in self.private[..self.cpus].iter().enumerate() {
+            waiting |= u32::from(bank.deliverable() != 0) << cpu;
         }
-        self.next_of(cpu, own)
+        for (word, bank) in self.shared.iter().enumerate() {
+            for index in bits(bank.deliverable()) {
+                let target = self.target(FIRST_SHARED + 32 * word as u32 + index);
+                waiting |= target.map_or(0, |cpu| 1 << cpu);
+            }
+        }
+        waiting
     }
 
-    /// Returns the same, if there are any; `own`: private ones.
-    fn next_of(&self, cpu: usize, own: u32) -> Option<(u8, u32)> {
-        let mut next = self.private[cpu].most_urgent(own);
+    /// Keeps [`Gic::find_waiting`] after a change. It is asked for far more often than it changes.
+    fn changed(&mut self) {
+        self.waiting = self.find_waiting();
+    }
+
+    /// Priority and number of the next interrupt for a CPU.
+    fn next(&self, cpu: usize) -> Option<(u8, u32)> {
+        debug_assert_eq!(self.waiting, self.find_waiting());
+        if !self.is_waiting(cpu) {
+            return None;
+        }
+        let own = &self.private[cpu];
+        let mut next = own.most_urgent(own.deliverable());
         let banks =
             self.shared.iter().enumerate().map(|(word, bank)| (word, bank, bank.deliverable()));
         for (word, bank, deliverable) in banks.filter(|&(.., deliverable)| deliverable != 0) {
@@ -239,6 +261,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             Version::V2 => self.write_v2(cpu, access, value),
             Version::V3 => self.write_v3(access, value),
         }
+        self.changed();
     }
 
     fn read_v3(&self, access: Access) -> u64 {
@@ -366,6 +389,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             Some(0xc04) => bank.write_triggers(16, value as u32),
             _ => {}
         }
+        self.changed();
     }
 
     /// CPU of an access to the redistributors, and offset in its frames; `None`: there is none.
