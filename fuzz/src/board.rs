@@ -16,7 +16,7 @@ use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
 use vmm_x86::testing::ScriptedVcpu;
 use vmm_x86::{Cpu, Exit, Gpr, IoExit, Reg, X86Vcpu};
 
-use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected};
+use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected, place, run_steps};
 use crate::input::{Input, Seed};
 
 /// Kind of a step.
@@ -202,20 +202,12 @@ pub fn run(bytes: &[u8]) {
     let _ = memory.fill(0, MEMORY, 0);
     let mut rig = Rig::new(&memory);
     let mut input = Input::new(bytes);
-    while !input.is_empty() {
-        let byte = input.byte();
-        let cpu = usize::from(byte >> 7);
-        if !act(&mut rig, STEPS[usize::from(byte & 0x7f) % STEPS.len()], cpu, &mut input) {
-            break;
-        }
-    }
+    run_steps(&mut input, &STEPS, |step, cpu, input| act(&mut rig, step, cpu, input));
 }
 
 /// Executes a step; returns false if the VM has ended.
 fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool {
-    let place = |input: &mut Input<'_>| {
-        PLACES[usize::from(input.byte()) % PLACES.len()] + u64::from(input.half())
-    };
+    let place = |input: &mut Input<'_>| place(input, &PLACES);
     match step {
         Step::Port => {
             let (port, kind, value) = (input.half(), input.byte(), input.word());

@@ -1,5 +1,5 @@
 //! The world around a board of the targets `board` and `virt`: its host, and a back end for each
-//! kind of device.
+//! kind of device; and the steps of their inputs.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -11,6 +11,8 @@ use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
 use vmm_bus::{BackendRef, ByteStream, DeviceBackend};
 use vmm_machine::functions::Bus;
 use vmm_machine::{Host, Level, Model, Slots};
+
+use crate::input::Input;
 
 /// CPUs of a board.
 pub(crate) const CPUS: usize = 2;
@@ -142,4 +144,25 @@ pub(crate) fn connected<B: Bus>(bus: B) -> Slots<Connected, SLOTS, Spin, B> {
         assert!(slots.add(device, outside).is_ok());
     }
     slots
+}
+
+/// Executes the steps of an input until one ends the VM: each begins with a byte for its kind,
+/// whose top bit selects the CPU.
+pub(crate) fn run_steps<S: Copy>(
+    input: &mut Input<'_>,
+    steps: &[S],
+    mut act: impl FnMut(S, usize, &mut Input<'_>) -> bool,
+) {
+    while !input.is_empty() {
+        let byte = input.byte();
+        let cpu = usize::from(byte >> 7);
+        if !act(steps[usize::from(byte & 0x7f) % steps.len()], cpu, input) {
+            break;
+        }
+    }
+}
+
+/// Reads an address: one of these places (8), and an offset (16).
+pub(crate) fn place(input: &mut Input<'_>, places: &[u64]) -> u64 {
+    places[usize::from(input.byte()) % places.len()] + u64::from(input.half())
 }

@@ -20,7 +20,7 @@ use vmm_machine::{Slots, Virt, VirtBus, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
 
-use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected};
+use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected, place, run_steps};
 use crate::input::{Input, Seed};
 
 /// Kind of a step.
@@ -210,20 +210,12 @@ pub fn run(bytes: &[u8]) {
     let _ = memory.fill(layout::RAM, MEMORY, 0);
     let mut input = Input::new(bytes);
     let mut rig = Rig::new(&memory, input.byte());
-    while !input.is_empty() {
-        let byte = input.byte();
-        let cpu = usize::from(byte >> 7);
-        if !act(&mut rig, STEPS[usize::from(byte & 0x7f) % STEPS.len()], cpu, &mut input) {
-            break;
-        }
-    }
+    run_steps(&mut input, &STEPS, |step, cpu, input| act(&mut rig, step, cpu, input));
 }
 
 /// Executes a step; returns false if the VM has ended.
 fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool {
-    let place = |input: &mut Input<'_>| {
-        PLACES[usize::from(input.byte()) % PLACES.len()] + u64::from(input.half())
-    };
+    let place = |input: &mut Input<'_>| place(input, &PLACES);
     match step {
         Step::Read => {
             let address = place(input);
