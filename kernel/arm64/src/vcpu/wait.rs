@@ -39,9 +39,8 @@ fn block(
     // A timer whose interrupt the guest has not enabled does not end the wait.
     let has_timer = state.timer_virq.get() & virq::VALID != 0;
     let deadline = if has_timer { timer::deadline() } else { abi::FOREVER };
-    let has_word = state.virqs.iter().any(|word| word.get() != 0);
     let has_sgi = sgi::is_pending(&entry.vcpu.arch.sgis, state);
-    if has_word || has_sgi || virqs::has_pending() || deadline <= now {
+    if virqs::has_words(state) || has_sgi || virqs::has_pending() || deadline <= now {
         count_handled(kernel, state);
         local.continues.set(true);
         return None;
