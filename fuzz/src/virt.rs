@@ -123,7 +123,6 @@ impl<'m> Rig<'m> {
             start: StartRequest { entry: layout::RAM, argument: 0 },
             gic: if kind & 2 == 0 { Version::V3 } else { Version::V2 },
             width: if kind & 4 == 0 { Width::Bits64 } else { Width::Bits32 },
-            bus,
         };
         let virt = Virt::new(config, memory, connected(bus));
         Self {

@@ -149,7 +149,6 @@ pub fn create_board<'m>(
         start,
         gic: gic_version(plan),
         width,
-        bus: bus(plan),
     };
     GuestBoard::new(config, memory, devices)
 }

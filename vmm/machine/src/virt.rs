@@ -49,8 +49,6 @@ pub struct VirtConfig {
     pub gic: Version,
     /// Kind of all vCPUs.
     pub width: Width,
-    /// Way to the virtio devices in slots, as they were created.
-    pub bus: VirtBus,
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
@@ -69,7 +67,8 @@ struct Fixed<'m> {
     start_unix: Duration,
     vcpus: usize,
     width: Width,
-    bus: VirtBus,
+    /// Devices in slots are on PCI.
+    has_pci: bool,
 }
 
 /// Power of a vCPU.
@@ -156,9 +155,13 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
-        let VirtConfig { clock, start_unix, gic, width, bus, .. } = config;
+        let VirtConfig { clock, start_unix, gic, width, .. } = config;
+        let mut has_pci = false;
+        for slot in 0..functions.slots() {
+            functions.with(slot, &mut |device, _| has_pci |= device.function().is_some());
+        }
         Self {
-            fixed: Fixed { memory, clock, start_unix, vcpus, width, bus },
+            fixed: Fixed { memory, clock, start_unix, vcpus, width, has_pci },
             devices: SpinMutex::new(Devices {
                 gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),

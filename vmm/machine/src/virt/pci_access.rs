@@ -7,7 +7,7 @@ use vmm_boot::virt as layout;
 use vmm_bus::Env;
 use vmm_dev::pci::{Function, spec};
 
-use super::slots::{VirtBus, VirtDevice};
+use super::slots::VirtDevice;
 use super::{ChipEnv, CpuBus};
 use crate::Host;
 use crate::functions::Functions;
@@ -58,6 +58,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     pub(super) fn in_pci(&self, address: u64) -> bool {
         let is_window = address.wrapping_sub(layout::PCI_WINDOW) < layout::PCI_WINDOW_LENGTH;
         let is_config = address.wrapping_sub(layout::ECAM) < layout::ECAM_LENGTH;
-        (is_window || is_config) && self.virt.fixed.bus == VirtBus::Pci
+        (is_window || is_config) && self.virt.fixed.has_pci
     }
 }

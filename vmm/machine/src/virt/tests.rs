@@ -133,7 +133,6 @@ fn config() -> VirtConfig {
         start: START,
         gic: Version::V3,
         width: Width::Bits64,
-        bus: VirtBus::Fixed,
     }
 }
 
@@ -300,8 +299,7 @@ fn functions_of_pci_interrupt_by_messages() {
     let memory = testing::memory(&[(layout::RAM, 0x4000)]);
     let mut slots = crate::Slots::<BackEnd, 3, Spin, VirtBus>::on(VirtBus::Pci);
     assert_eq!(slots.add(crate::Model::Entropy, BackEnd::Entropy(200)).ok(), Some(0));
-    let config = VirtConfig { bus: VirtBus::Pci, ..config() };
-    let virt = Virt::<Spin, 4, _>::new(config, &memory, slots);
+    let virt = Virt::<Spin, 4, _>::new(config(), &memory, slots);
     let mut host = ScriptHost::default();
     let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
     bus.service_timers(0);
