@@ -87,7 +87,8 @@ pub mod system {
     pub const COUNT: usize = 30;
 }
 
-/// Format of the words of [`VcpuState::virqs`], and of [`VcpuState::timer_virq`].
+/// Format of the words of [`VcpuState::virqs`] and [`VcpuState::event_virqs`], and of
+/// [`VcpuState::timer_virq`].
 pub mod virq {
     /// Number of the interrupt (INTID), below 1020: other words are ignored. With a GICv2, bits 10
     /// to 12 are the CPU that has sent an SGI.
@@ -101,8 +102,12 @@ pub mod virq {
     pub const REPORT_END: u64 = 1 << 30;
     /// The word has an interrupt.
     pub const VALID: u64 = 1 << 31;
-    /// Number of words.
+    /// Number of words of each of the two arrays.
     pub const COUNT: usize = 4;
+    /// Lowest bit of the event's number, in the words of [`super::VcpuState::event_virqs`].
+    pub const EVENT_SHIFT: u32 = 32;
+    /// Mask of the event's number, after the shift.
+    pub const EVENT_MASK: u64 = 0x3f;
 }
 
 /// Guest-physical address of the registers of the CPU's interface in every VM, where the machine
@@ -161,6 +166,12 @@ pub struct VcpuState {
     pub sgi_enabled: SharedU64,
     /// Priorities of the SGIs: a byte each, that of SGI 0 being the lowest one. In.
     pub sgi_priorities: [SharedU64; 2],
+
+    /// Events of the vCPU's notification that become interrupts ([`virq`]) of the guest: a word has
+    /// the number of the event's bit, too. The kernel takes these events from the notification and
+    /// makes the interrupts pending, and a wait of the guest ends, without an exit. All others are
+    /// exits ([`super::exit::RECALL`]), and so is an event whose word has no interrupt. In.
+    pub event_virqs: [SharedU64; virq::COUNT],
 
     /// Registers of EL1 ([`system`]).
     pub system: [SharedU64; system::COUNT],

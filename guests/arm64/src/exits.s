@@ -190,6 +190,18 @@ after_user:
     expect x23, 60
 
     step 15
+    // An event of the VMM's that is an interrupt.
+    mov x23, #0
+    mov x24, #0
+    mov x0, #GIVE
+    hvc #0
+    cbnz x24, failed
+    msr daifclr, #2
+    isb
+    msr daifset, #2
+    expect x23, 70
+
+    step 16
     // The timer interrupts once, after the other vCPU has run, or while this one waits.
     mov x23, #0
     mov x24, #0

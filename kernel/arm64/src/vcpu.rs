@@ -12,6 +12,7 @@
 //!   it enters another vCPU, or one whose VM has lost mappings.
 
 mod aarch32;
+mod events;
 mod exits;
 mod fault;
 mod features;
@@ -501,7 +502,12 @@ fn try_prepare(
 ) -> Result<(), Refused> {
     let (frames, state) = (&entry.vcpu.arch, entry.state());
     let has_waited = frames.halted.get() != 0;
-    let bits = entry.notification.bits.take();
+    let pending = &entry.notification.bits;
+    let mut bits = pending.take();
+    if bits != 0 {
+        pending.set(bits & events::with_virq(state));
+        bits &= !pending.get();
+    }
     if has_waited && !wait::end(kernel, entry, bits) {
         return Err(Refused::Exit(exit::HALTED));
     }
@@ -528,6 +534,7 @@ fn try_prepare(
     }
     virqs::deliver(state);
     sgi::deliver(&frames.sgis, state);
+    events::deliver(pending, state);
     frames.timer.deliver(state);
     if is_changed || !is_owner {
         if is_owner {

@@ -37,6 +37,9 @@ const FORBIDDEN: [u64; 4] = [0x3c9, 0x3c8, 0x3cd, 0x1df];
 
 /// Bit of a vCPU's notification.
 const EVENT: u64 = 1 << 3;
+/// Bit of an event that the kernel delivers as an interrupt, and its number.
+const VIRQ_EVENT: u64 = 1 << VIRQ_EVENT_NUMBER;
+const VIRQ_EVENT_NUMBER: u32 = 63;
 /// Bit that every MPIDR_EL1 has.
 const MPIDR_ONE: u64 = 1 << 31;
 /// Priority of the guest's interrupts.
@@ -59,6 +62,8 @@ enum Action {
     Interrupt(u64),
     /// Makes the interrupt with this number pending, whose end is reported.
     InterruptWithReport(u64),
+    /// Signals the event that the kernel delivers as the interrupt with this number.
+    Event(u64),
     /// Lets the virtual timer have the interrupt with this number.
     Timer(u64),
     /// Lets the kernel wait at the next WFI.
@@ -91,7 +96,7 @@ const fn ended(number: u64) -> Step {
 }
 
 /// The exits of a vCPU, in order.
-const STEPS: [Step; 14] = [
+const STEPS: [Step; 15] = [
     step(exit::HYPERCALL, Action::Answer(0x5a5a)),
     fault(0, UNMAPPED, Action::Skip(4, 0x1234_5678)),
     fault(memory_fault::WRITE, READ_ONLY + 8, Action::Skip(4, 0)),
@@ -104,6 +109,7 @@ const STEPS: [Step; 14] = [
     step(exit::HYPERCALL, Action::Interrupt(50)),
     step(exit::HYPERCALL, Action::InterruptWithReport(60)),
     ended(60),
+    step(exit::HYPERCALL, Action::Event(70)),
     step(exit::HYPERCALL, Action::Timer(27)),
     step(exit::HYPERCALL, Action::Continue),
 ];
@@ -122,13 +128,13 @@ pub fn check(slots: &mut Slots, boot: &Boot, ram: Window, khz: u64) -> Outcome {
         recalls(vcpu, *events)?;
     }
     for (number, step) in STEPS.iter().enumerate() {
-        for (index, (vcpu, _)) in vcpus.iter_mut().enumerate() {
+        for (index, (vcpu, events)) in vcpus.iter_mut().enumerate() {
             run(vcpu, step.reason, khz)?;
             compare(vcpu, number, step)?;
             if number == 0 {
                 greeting(vcpu, index as u64)?;
             }
-            act(vcpu, step.action, shared, index)?;
+            act((vcpu, *events), step.action, shared, index)?;
         }
     }
     for (vcpu, _) in &vcpus {
@@ -217,13 +223,22 @@ fn refuses(vcpu: &mut Vcpu) -> Outcome {
     Ok(())
 }
 
-/// Events end a run before the guest is entered.
+/// Events end a run before the guest is entered, unless they have an interrupt.
 fn recalls(vcpu: &mut Vcpu, events: Notification) -> Outcome {
-    events.signal(EVENT).named("signal")?;
-    vcpu.run().named("run of a guest with events")?;
-    let run = &vcpu.state().run;
-    let seen = (run.exit_reason.get(), run.events.get());
-    ensure(seen == (exit::RECALL, EVENT), "events of its notification recall a vCPU")
+    let number = u64::from(VIRQ_EVENT_NUMBER) << virq::EVENT_SHIFT;
+    // No interrupt, one for another event, and none again.
+    for (virq, signalled, recalled) in [
+        (number, EVENT | VIRQ_EVENT, EVENT | VIRQ_EVENT),
+        (virq_word(0) | number, EVENT | VIRQ_EVENT, EVENT),
+        (0, EVENT, EVENT | VIRQ_EVENT),
+    ] {
+        vcpu.state().event_virqs[0].set(virq);
+        events.signal(signalled).named("signal")?;
+        vcpu.run().named("run of a guest with events")?;
+        let seen = (vcpu.state().run.exit_reason.get(), vcpu.state().run.events.get());
+        ensure(seen == (exit::RECALL, recalled), "events of its notification recall a vCPU")?;
+    }
+    Ok(())
 }
 
 /// Compares an exit.
@@ -286,7 +301,12 @@ const fn virq_word(number: u64) -> u64 {
 }
 
 /// Does what the VMM is to do about an exit.
-fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
+fn act(
+    (vcpu, events): (&Vcpu, Notification),
+    action: Action,
+    shared: Window,
+    index: usize,
+) -> Outcome {
     let state = vcpu.state();
     match action {
         Action::Continue => {}
@@ -302,6 +322,11 @@ fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
         }
         Action::InterruptWithReport(number) => {
             state.virqs[0].set(virq_word(number) | virq::REPORT_END);
+        }
+        Action::Event(number) => {
+            let event = u64::from(VIRQ_EVENT_NUMBER) << virq::EVENT_SHIFT;
+            state.event_virqs[virq::COUNT - 1].set(virq_word(number) | event);
+            events.signal(VIRQ_EVENT).named("signal")?;
         }
         Action::Timer(number) => state.timer_virq.set(virq_word(number)),
         Action::Wait => state.run.halt.set(1),

@@ -4,11 +4,12 @@ mod backend;
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH};
+use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH, virq};
 use hw_arm64::gic::{Version, v2};
 use native_rt::random::Generator;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time, warn};
+use proto::channel::MAX_VM_CHANNELS;
 use proto::control::code;
 use proto::start::{RangeKind, Start, Vmm};
 use proto::system::VirtioTransport;
@@ -21,7 +22,7 @@ use vmm_machine::{Model, Virt, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 
-pub use self::backend::{NativeVcpu, put_virqs, set_sgis};
+pub use self::backend::{NativeVcpu, put_virqs, set_event_virq, set_sgis};
 use crate::console::Console;
 use crate::control::CONTROL;
 use crate::devices::{MAX_DEVICES, RandomSource};
@@ -32,6 +33,7 @@ pub const CHANNEL_WINDOWS: (u64, u64) =
     (layout::channel_memory(0), layout::MAX_CHANNELS * layout::CHANNEL_STRIDE);
 const _: () = assert!(MAX_DEVICES <= layout::MAX_SLOTS);
 const _: () = assert!(layout::CPU_INTERFACE == CPU_INTERFACE);
+const _: () = assert!(MAX_VM_CHANNELS <= virq::COUNT);
 const _: () = assert!(v2::cpu_interface::LENGTH == CPU_INTERFACE_LENGTH);
 /// The board.
 pub type GuestBoard<'m> = Virt<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;

@@ -297,6 +297,11 @@ impl Listeners {
         slots(of(event::session(0)) & self.sessions | channels & self.channels)
     }
 
+    /// Slots of the channels, in the order of their numbers.
+    pub fn channels(self) -> impl Iterator<Item = usize> {
+        slots(self.channels)
+    }
+
     /// Returns whether the device in a slot has a server.
     pub fn has_server(self, slot: usize) -> bool {
         self.sessions >> slot & 1 != 0

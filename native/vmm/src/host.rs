@@ -61,6 +61,13 @@ impl Host for NativeHost<'_> {
         }
     }
 
+    fn set_doorbells(&mut self, virq: &mut dyn FnMut(usize) -> Option<Virq>) {
+        let Some(&vcpu) = self.vcpus.first() else { return };
+        for (channel, slot) in self.listeners.channels().enumerate() {
+            platform::set_event_virq(vcpu, channel, event::channel(channel), virq(slot));
+        }
+    }
+
     fn notify(&mut self, index: usize) -> bool {
         // It fails only if the capability is gone, and the vCPU with it.
         self.vcpus.get(index).is_some_and(|vcpu| vcpu.notify().unwrap_or(true))

@@ -126,6 +126,9 @@ pub fn put_virqs(_: SharedVcpu, _: &mut dyn FnMut() -> Option<Virq>) -> bool {
 /// Sets no SGIs: the local APICs are the board's.
 pub fn set_sgis(_: SharedVcpu, _: Sgis) {}
 
+/// Sets no interrupt: a vCPU of x86 is recalled for all events.
+pub fn set_event_virq(_: SharedVcpu, _: usize, _: u64, _: Option<Virq>) {}
+
 /// Logs the state of a vCPU after a triple fault or an error.
 #[cold]
 pub fn log_vcpu_state(index: usize, vcpu: &mut NativeVcpu) {

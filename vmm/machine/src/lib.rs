@@ -111,6 +111,10 @@ pub trait Host {
     /// Sets the SGIs of vCPU `index` (board `virt`), which may run meanwhile. A host that delivers
     /// none by itself ignores them.
     fn set_sgis(&mut self, _index: usize, _sgis: Sgis) {}
+    /// Sets the interrupts of the channels' doorbells (board `virt`): `virq` returns that of the
+    /// channel in a slot, if vCPU 0, whose thread peers signal, is to get one at each doorbell; it
+    /// may run meanwhile. A host that delivers none by itself ignores them.
+    fn set_doorbells(&mut self, _virq: &mut dyn FnMut(usize) -> Option<Virq>) {}
     /// Makes interrupts of [`Host::put_virqs`] take effect on a vCPU that runs; returns `false` if
     /// it does not run.
     fn notify(&mut self, _index: usize) -> bool {

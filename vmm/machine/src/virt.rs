@@ -22,6 +22,7 @@ use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, 
 use vmm_dev::arm64::gic::{Gic, v2m};
 use vmm_dev::arm64::pl011::Pl011;
 use vmm_dev::arm64::pl031::Pl031;
+use vmm_dev::channel::spec as channel;
 use vmm_dev::pci::Bridge;
 use vmm_dev::virtio::input::PowerButton;
 use vmm_dev::virtio::mmio::Mmio;
@@ -319,12 +320,16 @@ impl<const CPUS: usize> Devices<CPUS> {
     }
 
     /// Passes the settings of these CPUs' interrupts on: to the host at once, since it delivers
-    /// SGIs, and to their threads when these look.
+    /// SGIs, and to their threads when these look. Passes those of doorbells to the host, too.
     fn pass_settings<H: Host>(&mut self, cpus: u32, host: &mut H) {
         self.stale |= cpus;
         for cpu in (0..CPUS).filter(|cpu| cpus & 1 << cpu != 0) {
             host.set_sgis(cpu, self.gic.sgis(cpu));
         }
+        host.set_doorbells(&mut |slot| {
+            let line = channel::VECTOR_DOORBELL as u8;
+            self.gic.edge_virq(0, layout::device_interrupt(slot, line))
+        });
     }
 
     /// Calls the UART, then passes its line to the interrupt controller.

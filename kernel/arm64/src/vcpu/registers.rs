@@ -17,31 +17,23 @@ use crate::{alternative, cpu, has_vhe, read_register, write_register};
 
 /// Calls a macro with each register: index in the state page, and its name at EL2. With E2H the
 /// names of EL1 are EL2's registers there, and those of EL1 have encodings of their own
-/// (Arm ARM, D8.1.5); the second name is that without VHE. Two more are in [`Pair`].
+/// (Arm ARM, D8.1.5); the second name is that without VHE. Two more are in [`Pair`]. They come in
+/// pairs, which are neighbours in memory, so that one instruction saves or loads two.
 macro_rules! for_each_register {
     ($do:ident) => {
         $do! {
-            CPACR_EL1 = "S3_5_C1_C0_2" "cpacr_el1",
-            TTBR0_EL1 = "S3_5_C2_C0_0" "ttbr0_el1",
-            TTBR1_EL1 = "S3_5_C2_C0_1" "ttbr1_el1",
-            TCR_EL1 = "S3_5_C2_C0_2" "tcr_el1",
-            MAIR_EL1 = "S3_5_C10_C2_0" "mair_el1",
-            AMAIR_EL1 = "S3_5_C10_C3_0" "amair_el1",
-            VBAR_EL1 = "S3_5_C12_C0_0" "vbar_el1",
-            ESR_EL1 = "S3_5_C5_C2_0" "esr_el1",
-            FAR_EL1 = "S3_5_C6_C0_0" "far_el1",
-            AFSR0_EL1 = "S3_5_C5_C1_0" "afsr0_el1",
-            AFSR1_EL1 = "S3_5_C5_C1_1" "afsr1_el1",
-            ELR_EL1 = "S3_5_C4_C0_1" "elr_el1",
-            SPSR_EL1 = "S3_5_C4_C0_0" "spsr_el1",
-            SP_EL1 = "sp_el1",
-            TPIDR_EL1 = "tpidr_el1",
-            CONTEXTIDR_EL1 = "S3_5_C13_C0_1" "contextidr_el1",
-            PAR_EL1 = "par_el1",
-            CSSELR_EL1 = "csselr_el1",
+            CPACR_EL1 = "S3_5_C1_C0_2" "cpacr_el1", TTBR0_EL1 = "S3_5_C2_C0_0" "ttbr0_el1";
+            TTBR1_EL1 = "S3_5_C2_C0_1" "ttbr1_el1", TCR_EL1 = "S3_5_C2_C0_2" "tcr_el1";
+            MAIR_EL1 = "S3_5_C10_C2_0" "mair_el1", AMAIR_EL1 = "S3_5_C10_C3_0" "amair_el1";
+            VBAR_EL1 = "S3_5_C12_C0_0" "vbar_el1", ESR_EL1 = "S3_5_C5_C2_0" "esr_el1";
+            FAR_EL1 = "S3_5_C6_C0_0" "far_el1", AFSR0_EL1 = "S3_5_C5_C1_0" "afsr0_el1";
+            AFSR1_EL1 = "S3_5_C5_C1_1" "afsr1_el1", ELR_EL1 = "S3_5_C4_C0_1" "elr_el1";
+            SPSR_EL1 = "S3_5_C4_C0_0" "spsr_el1", SP_EL1 = "sp_el1";
+            TPIDR_EL1 = "tpidr_el1", CONTEXTIDR_EL1 = "S3_5_C13_C0_1" "contextidr_el1";
+            PAR_EL1 = "par_el1", CSSELR_EL1 = "csselr_el1";
+            // The control register last, so that the timer starts with the other values.
             CNTV_CVAL_EL0 = "S3_5_C14_C3_2" "cntv_cval_el0",
-            // Last, so that the timer starts with the other values.
-            CNTV_CTL_EL0 = "S3_5_C14_C3_1" "cntv_ctl_el0",
+                CNTV_CTL_EL0 = "S3_5_C14_C3_1" "cntv_ctl_el0";
         }
     };
 }
@@ -106,8 +98,10 @@ impl SystemRegisters {
     #[inline(always)]
     pub fn save(&self) {
         macro_rules! save {
-            ($($index:ident = $($name:literal)+,)+) => {
-                $(self.saved[system::$index].set(read_register!($($name),+));)+
+            ($($a:ident = $($name_a:literal)+, $b:ident = $($name_b:literal)+;)+) => {
+                $(let pair = (read_register!($($name_a),+), read_register!($($name_b),+));
+                self.saved[system::$a].set(pair.0);
+                self.saved[system::$b].set(pair.1);)+
             };
         }
         for_each_register!(save);
@@ -165,10 +159,14 @@ impl SystemRegisters {
     /// Loads them; the guest's timer is stopped. The next entry of the guest synchronises them.
     pub fn load(&self) {
         macro_rules! load {
-            ($($index:ident = $($name:literal)+,)+) => {
+            ($($a:ident = $($name_a:literal)+, $b:ident = $($name_b:literal)+;)+) => {
+                $(let pair = (self.saved[system::$a].get(), self.saved[system::$b].get());
                 // SAFETY: registers of EL1, which have no effect on EL2 and on tasks; stage 2
                 // confines the translations, and the timer's interrupt is the guest's.
-                unsafe { $(write_register!($($name,)+ self.saved[system::$index].get());)+ }
+                unsafe {
+                    write_register!($($name_a,)+ pair.0);
+                    write_register!($($name_b,)+ pair.1);
+                })+
             };
         }
         let hcr = self.hcr.get();

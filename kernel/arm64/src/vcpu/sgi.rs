@@ -80,14 +80,23 @@ pub fn deliver_to_targets(
     let is_ready = |vcpu: &Vcpu<Arm64>| {
         vcpu.runner.get().is_some() && vcpu.arch.state().sgi_enabled.get() as u32 & bit != 0
     };
-    if !vcpus.clone().all(is_ready) {
-        return false;
-    }
-    for vcpu in vcpus {
+    let make_pending = |vcpu: &Vcpu<Arm64>| {
         let before = vcpu.arch.sgis.replace(vcpu.arch.sgis.get() | bit);
         if before & bit == 0 {
             kernel.vcpu_notify(vcpu);
         }
+    };
+    let mut last = None;
+    for vcpu in vcpus.clone() {
+        if !is_ready(vcpu) {
+            return false;
+        }
+        last = Some(vcpu);
+    }
+    // Most have one target, which need not be looked up again.
+    match last {
+        Some(target) if addressed.is_power_of_two() => make_pending(target),
+        _ => vcpus.for_each(make_pending),
     }
     true
 }

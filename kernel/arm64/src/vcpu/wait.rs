@@ -7,7 +7,7 @@ use kernel_core::Kernel;
 use kernel_run::exit::ReturnToUser;
 
 use super::guest_entry::GuestEntry;
-use super::{GuestCpu, count_handled, return_exit, sgi, timer, virqs};
+use super::{GuestCpu, count_handled, events, return_exit, sgi, timer, virqs};
 use crate::{Arm64, time};
 
 /// Handles the wait of a guest for an interrupt, for which the CPU has not waited in its place
@@ -40,7 +40,10 @@ fn block(
     let has_timer = state.timer_virq.get() & virq::VALID != 0;
     let deadline = if has_timer { timer::deadline() } else { abi::FOREVER };
     let has_sgi = sgi::is_pending(&entry.vcpu.arch.sgis, state);
-    if virqs::has_words(state) || has_sgi || virqs::has_pending() || deadline <= now {
+    let pending = entry.notification.bits.get();
+    let has_event = pending != 0 && pending & events::with_virq(state) != 0;
+    let has_virq = has_sgi || has_event || virqs::has_words(state) || virqs::has_pending();
+    if has_virq || deadline <= now {
         count_handled(kernel, state);
         local.continues.set(true);
         return None;

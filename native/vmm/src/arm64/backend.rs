@@ -160,6 +160,15 @@ pub fn set_sgis(vcpu: SharedVcpu, sgis: Sgis) {
     state.sgi_enabled.set(sgis.enabled.into());
 }
 
+/// Lets the kernel deliver an event of the vCPU's notification (one bit) as an interrupt, or no
+/// longer; the vCPU may run. `index`: place of the event. The board's lock is held.
+pub fn set_event_virq(vcpu: SharedVcpu, index: usize, event: u64, virq: Option<Virq>) {
+    if let Some(place) = vcpu.state().event_virqs.get(index) {
+        let number = u64::from(event.trailing_zeros()) << virq::EVENT_SHIFT;
+        place.set(virq.map_or(0, |virq| word(virq) | number));
+    }
+}
+
 impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
     type Exit = Exit;
 

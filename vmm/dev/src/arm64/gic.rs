@@ -153,6 +153,19 @@ impl<const CPUS: usize> Gic<CPUS> {
         is_enabled.then_some(Virq { number: TIMER, priority, report_end: false })
     }
 
+    /// A shared interrupt, if the guest has enabled it for this CPU and it is edge-triggered.
+    pub fn edge_virq(&self, cpu: usize, number: u32) -> Option<Virq> {
+        let (word, bit) = shared(number)?;
+        let bank = &self.shared[word];
+        let is_enabled = self.is_enabled && bank.group & bank.enabled & bank.edge & bit != 0;
+        let priority = bank.priorities[number as usize % 32];
+        (is_enabled && self.target(number) == Some(cpu)).then_some(Virq {
+            number,
+            priority,
+            report_end: false,
+        })
+    }
+
     /// SGIs of a CPU; those of a GICv2 are sent by a register of the distributor.
     pub fn sgis(&self, cpu: usize) -> Sgis {
         if self.version == Version::V2 {

@@ -14,6 +14,8 @@ struct ScriptHost {
     room: usize,
     is_running: bool,
     enabled_sgis: [u16; 2],
+    /// Interrupts of the doorbells of the channels in the first two slots.
+    doorbells: [Option<Virq>; 2],
 }
 
 impl Host for ScriptHost {
@@ -34,6 +36,9 @@ impl Host for ScriptHost {
     }
     fn set_sgis(&mut self, index: usize, sgis: Sgis) {
         self.enabled_sgis[index] = sgis.enabled;
+    }
+    fn set_doorbells(&mut self, virq: &mut dyn FnMut(usize) -> Option<Virq>) {
+        self.doorbells = core::array::from_fn(virq);
     }
     fn notify(&mut self, _: usize) -> bool {
         self.is_running
@@ -121,6 +126,39 @@ fn a_vcpu_learns_the_settings_of_its_interrupts() {
     bus.mmio_read(0, layout::REDISTRIBUTORS + 0x3_0100, 4);
     assert!(!bus.needs_service(0));
     assert_eq!(bus.host.kicks.len(), 3);
+}
+
+#[test]
+fn the_host_learns_the_interrupts_of_doorbells() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    let number = layout::device_interrupt(1, 0);
+    let register = |block: usize, bits: u32| {
+        let offset = block + (number * bits / 32) as usize * 4;
+        (layout::DISTRIBUTOR + offset as u64, u64::from(number * bits % 32))
+    };
+    let mut write = |(address, shift): (u64, u64), value: u64| {
+        bus.mmio_write(0, address, 4, value << shift);
+        bus.host.doorbells
+    };
+    let virq = Virq { number, priority: 0xa0, report_end: false };
+    let (enable, edge) = (register(distributor::ISENABLER, 1), register(distributor::ICFGR, 2));
+    // Group 1, the priority, and all but one of what it needs.
+    write((layout::DISTRIBUTOR, 0), 0x12);
+    write(register(distributor::IGROUPR, 1), 1);
+    write(register(distributor::IPRIORITYR, 8), 0xa0);
+    assert_eq!(write(enable, 1), [None, None], "a level's end would have to be reported");
+    assert_eq!(write(edge, 2), [None, Some(virq)]);
+    // Disabled, and enabled again.
+    assert_eq!(write(register(distributor::ICENABLER, 1), 1), [None, None]);
+    assert_eq!(write(enable, 1), [None, Some(virq)]);
+    // To vCPU 1, and back.
+    let route = (layout::DISTRIBUTOR + (distributor::IROUTER + 8 * number as usize) as u64, 0);
+    assert_eq!(write(route, 1), [None, None]);
+    assert_eq!(write(route, 0), [None, Some(virq)]);
+    assert_eq!(write((layout::DISTRIBUTOR, 0), 0), [None, None]);
 }
 
 const START: StartRequest = StartRequest { entry: layout::RAM, argument: 0 };
