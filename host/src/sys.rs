@@ -64,6 +64,8 @@ pub enum NumberCall {
     AllocateKey = linux::__NR_pkey_alloc,
     /// close_range(2).
     Close = linux::__NR_close_range,
+    /// dup3(2).
+    Duplicate = linux::__NR_dup3,
     /// exit_group(2).
     Exit = linux::__NR_exit_group,
     /// kill(2).
@@ -266,6 +268,20 @@ pub fn change_signal_mask(how: u32, mask: u64) -> Result<()> {
     let arguments = [how.into(), &raw const mask as u64, 0, 8, 0, 0];
     // SAFETY: the mask is only read.
     unsafe { call(linux::__NR_rt_sigprocmask, arguments).map(drop) }
+}
+
+/// Opens a descriptor that is readable while one of these blocked signals is pending, and reads as
+/// `struct signalfd_siginfo` (signalfd(2)). Reads never block, and an executed program does not
+/// inherit it.
+pub fn open_signals(mask: u64, fd: u32) -> Result<()> {
+    /// `SFD_NONBLOCK`, `SFD_CLOEXEC`.
+    const FLAGS: u64 = (linux::O_NONBLOCK | linux::O_CLOEXEC) as u64;
+    let arguments = [u64::MAX, &raw const mask as u64, 8, FLAGS, 0, 0];
+    // SAFETY: the mask is only read.
+    let lowest = unsafe { call(linux::__NR_signalfd4, arguments) }?;
+    let number = [lowest, fd.into(), linux::O_CLOEXEC.into(), 0];
+    call_with_numbers(NumberCall::Duplicate, number)?;
+    close(lowest as u32, lowest as u32)
 }
 
 /// Waits for a blocked signal of the set, and returns its number (sigtimedwait(2)).

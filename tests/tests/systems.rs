@@ -119,6 +119,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("json", hosted::observed::json, Class::Other),
     ("serial", hosted::observed::serial, Class::Other),
     ("perf-map", hosted::observed::perf_map, Class::Other),
+    ("idle", hosted::observed::idle, Class::Other),
     ("steal", hosted::observed::steal, Class::SmpOrKill),
     ("protection-apart", keys::apart, Class::SmpOrKill),
     ("protection-choices", keys::choices, Class::Other),

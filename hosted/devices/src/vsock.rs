@@ -44,7 +44,7 @@ const CREDIT_UPDATE: u32 = MOST_DATA / 4;
 /// Host ports of connections to the guest.
 const PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
 /// Polling interval for the end of the process, in case the signal is missed.
-const POLL_INTERVAL: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 
 /// Configuration of the vsock device. Its descriptors are [`layout::DISKS_FD`] and the two after
 /// it: packet stream, listening socket, connection requests.

@@ -177,8 +177,9 @@ pub trait Serve: Send + Sync {
 
 /// Delay before [`Serve::idle`].
 const IDLE_DELAY: Duration = Duration::from_millis(200);
-/// Polling interval for the end of an idle process, in case the signal is missed.
-const POLL_INTERVAL: Duration = Duration::from_secs(5);
+/// Polling interval for the end of an idle process, in case the signal is missed. `parador run`
+/// repeats the signal.
+const POLL_INTERVAL: Duration = Duration::from_secs(30);
 /// Time limit at the end for requests in progress. The process is killed after a longer time.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -668,6 +669,12 @@ pub mod testing {
         /// Does what the driver does at a device reset.
         pub fn abandon(&mut self) {
             self.client.abandon(|answers, seen| wait(answers, seen, Some(LIMIT)));
+        }
+
+        /// Wakes the main thread, as a signal does.
+        pub fn signal(&self) {
+            self.service.answered.fetch_add(1, SeqCst);
+            wake_all(&self.service.answered);
         }
 
         /// Runs the loop of the main thread.

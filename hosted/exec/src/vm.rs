@@ -21,11 +21,12 @@ use std::time::{Duration, Instant};
 const CID: u32 = 3;
 /// Parameters of the guest kernel. `rcu_expedited`: a process moves to its cgroup, and network
 /// interfaces and mounts are made, without waits for several timer ticks of all vCPUs.
-/// `compaction_proactiveness`: an idle guest does not wake twice a second for its kcompactd.
+/// `psi`: an idle guest does not wake every two seconds for averages of stalls, which the wakes of
+/// their computation keep up. `compaction_proactiveness`: nor twice a second for its kcompactd.
 /// `percpu_pagelist_high_fraction`: each vCPU keeps 1 MiB of free pages for itself, not 27 MiB.
 /// `dhash_entries`, `ihash_entries`: of 2 GiB Linux would give 3 MiB to tables of names and inodes.
 const COMMAND_LINE: &str = "quiet loglevel=3 rcupdate.rcu_expedited=1 \
-     sysctl.vm.compaction_proactiveness=0 sysctl.vm.percpu_pagelist_high_fraction=1024 \
+     psi=0 sysctl.vm.compaction_proactiveness=0 sysctl.vm.percpu_pagelist_high_fraction=1024 \
      dhash_entries=65536 ihash_entries=32768";
 /// Further parameter where this host has found its TSC reliable: the guest does not wake twice a
 /// second to compare its clocks.

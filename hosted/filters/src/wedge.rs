@@ -192,7 +192,13 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     for descriptor in [layout::OUTPUT_FD, layout::CONTROL_FD, layout::CONSOLE_FD] {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
-    let inputs = [layout::INPUT_FD, layout::DOORBELL_FD, layout::CONTROL_FD, layout::CONSOLE_FD];
+    let inputs = [
+        layout::INPUT_FD,
+        layout::DOORBELL_FD,
+        layout::CONTROL_FD,
+        layout::CONSOLE_FD,
+        layout::EXITS_FD,
+    ];
     for descriptor in inputs {
         allow(&mut rules, linux::__NR_read, &[&[(0, descriptor)]])?;
     }

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Time for a device process to write its cached data.
 const TERMINATION_GRACE: Duration = Duration::from_secs(10);
+/// Interval of the signals in this time.
+const SIGNAL_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest error message of a device process in bytes.
 const REFUSAL: u64 = 16 << 10;
 
@@ -83,15 +85,28 @@ impl DeviceProcess {
     }
 }
 
+impl DeviceProcess {
+    /// Sends a signal and waits for the exit; returns whether the process runs after
+    /// [`SIGNAL_INTERVAL`]. A process that was about to wait misses a signal.
+    fn is_running_after(&mut self, signal: Signal) -> bool {
+        // The signal fails if the process has exited.
+        let _ = kill_process(Pid::from_child(&self.child), signal);
+        let until = Instant::now() + SIGNAL_INTERVAL;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() >= until {
+                return true;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        false
+    }
+}
+
 impl Drop for DeviceProcess {
     fn drop(&mut self) {
         let deadline = Instant::now() + TERMINATION_GRACE;
         let id = Pid::from_child(&self.child);
-        // The signal fails if the process has exited.
-        let _ = kill_process(id, Signal::TERM);
-        while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
-            thread::sleep(Duration::from_millis(2));
-        }
+        while Instant::now() < deadline && self.is_running_after(Signal::TERM) {}
         let _ = self.child.kill();
         let _ = self.child.wait();
         orphans::wait(id);

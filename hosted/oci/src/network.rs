@@ -17,13 +17,17 @@ use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
 use std::fs::File;
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
 
 /// Name of the tap device in the pod's namespace.
 const TAP: &str = "parador0";
+/// Multicast groups of routers: router solicitations (RFC 4861, section 6.3.7), and reports of
+/// multicast listeners (RFC 3810, section 5.2.14).
+const OF_ROUTERS: [&str; 2] = ["ff02::2", "ff02::16"];
 /// Kind of tap devices for `ip`.
 const TUN: &str = "tun";
 
@@ -93,11 +97,29 @@ pub fn enter(namespace: &Path) -> Result<(), Failure> {
 /// Runs a program of iproute2.
 fn run(program: &str, arguments: &str) -> Result<Vec<u8>, Failure> {
     let ended = Command::new(program).args(arguments.split(' ')).output().start_error(program)?;
+    printed(ended, &format!("{program} {arguments}"))
+}
+
+/// Runs commands of tc(8), one per line, until one fails: each process would delay the pod.
+fn run_tc(lines: &str) -> Result<(), Failure> {
+    let mut command = Command::new("tc");
+    command.args(["-batch", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.stderr(Stdio::piped()).spawn().start_error("tc")?;
+    if let Some(mut input) = child.stdin.take() {
+        // A process that has failed before states the reason.
+        let _ = input.write_all(lines.as_bytes());
+    }
+    let ended = child.wait_with_output().start_error("tc")?;
+    printed(ended, &format!("tc -batch with {lines:?}")).map(drop)
+}
+
+/// Returns what a program has printed.
+fn printed(ended: Output, command: &str) -> Result<Vec<u8>, Failure> {
     if ended.status.success() {
         return Ok(ended.stdout);
     }
     let text = String::from_utf8_lossy(&ended.stderr);
-    Err(refuse(format!("{program} {arguments}: {}", text.trim())))
+    Err(refuse(format!("{command}: {}", text.trim())))
 }
 
 impl Link {
@@ -207,17 +229,36 @@ impl PodNetwork {
     pub fn connect(&self) -> Result<(), Failure> {
         let mtu = self.guest.mtu.map_or_else(String::new, |mtu| format!(" mtu {mtu}"));
         run("ip", &format!("link set {TAP} up{mtu}"))?;
-        for (from, to) in [(&*self.interface, TAP), (TAP, &*self.interface)] {
+        for device in [&*self.interface, TAP] {
             // A former VM may have left it in the namespace.
-            let _ = run("tc", &format!("qdisc del dev {from} ingress"));
-            run("tc", &format!("qdisc add dev {from} ingress"))?;
-            let filter = format!(
-                "filter add dev {from} parent ffff: protocol all u32 match u8 0 0 \
-                 action mirred egress redirect dev {to}"
-            );
-            run("tc", &filter)?;
+            let _ = run("tc", &format!("qdisc del dev {device} ingress"));
         }
+        run_tc(&self.filters())?;
         if self.is_tap { self.let_reach_guest() } else { Ok(()) }
+    }
+
+    /// Returns the commands of tc(8) that connect the devices.
+    ///
+    /// The guest is no router, and gets no messages to all of them: those of the other pods of a
+    /// node would wake it several times a second. A filter without an action leaves them to the
+    /// namespace, which drops them.
+    fn filters(&self) -> String {
+        let mut lines = String::new();
+        for (from, to) in [(&*self.interface, TAP), (TAP, &*self.interface)] {
+            lines += &format!(
+                "qdisc add dev {from} ingress\n\
+                 filter add dev {from} parent ffff: protocol all u32 match u8 0 0 \
+                 action mirred egress redirect dev {to}\n"
+            );
+        }
+        for group in OF_ROUTERS {
+            lines += &format!(
+                "filter add dev {} parent ffff: prio 1 protocol ipv6 u32 match ip6 dst {group}/128 \
+                 flowid 1:1\n",
+                self.interface
+            );
+        }
+        lines
     }
 
     /// Lets processes of the namespace reach the guest's IPv4 address.
@@ -301,6 +342,22 @@ mod tests {
         let tap = LINKS.replace("\"mtu\": 1450", "\"linkinfo\": {\"info_kind\": \"tun\"}");
         let none = [Vec::new(), Vec::new()];
         assert!(PodNetwork::read(tap.as_bytes(), &none).unwrap().unwrap().is_tap);
+    }
+
+    #[test]
+    fn the_guest_gets_no_messages_to_routers() {
+        let none = [Vec::new(), Vec::new()];
+        let found = PodNetwork::read(LINKS.as_bytes(), &none).unwrap().unwrap();
+        let filters = found.filters();
+        let lines: Vec<&str> = filters.lines().collect();
+        assert_eq!(lines[0], "qdisc add dev eth0 ingress");
+        assert!(lines[1].starts_with("filter add dev eth0 parent ffff: protocol all"));
+        assert!(lines[1].ends_with("redirect dev parador0") && lines[3].ends_with("dev eth0"));
+        for (line, group) in lines[4..].iter().zip(["ff02::2/128", "ff02::16/128"]) {
+            assert!(line.starts_with("filter add dev eth0 parent ffff: prio 1 protocol ipv6"));
+            assert!(line.ends_with(&format!("match ip6 dst {group} flowid 1:1")), "{line}");
+        }
+        assert_eq!(lines.len(), 6);
     }
 
     #[test]

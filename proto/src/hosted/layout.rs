@@ -111,6 +111,8 @@ pub const RING_FD: u32 = 34;
 /// Counters of the devices: see [`counters`](super::counters). Processes that run a guest close it
 /// first.
 pub const COUNTERS_FD: u32 = 35;
+/// Descriptor of the device process that is readable after the exit of a child (signalfd(2)).
+pub const EXITS_FD: u32 = 36;
 
 /// Signal by which the device process notifies a guest process of events (`SIGUSR2`).
 ///

@@ -183,6 +183,37 @@ pub(super) fn wait<T>(mut what: impl FnMut() -> Option<T>) -> Result<T> {
     }
 }
 
+/// The device process of an idle VM sleeps, and notices at once that a process of the guest has
+/// been killed.
+pub fn idle() -> Result<()> {
+    const TIME: Duration = Duration::from_secs(5);
+    // Once a second would be 5.
+    const MOST: u64 = 2;
+    let rig = Rig::new()?;
+    let child = start(&mut rig.run())?;
+    let all = children(&child)?;
+    // The guest boots, and returns free memory.
+    let count = || -> Option<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", all[1])).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line?.trim().parse().ok()
+    };
+    let is_quiet = || {
+        let before = count()?;
+        thread::sleep(TIME);
+        (count()? - before <= MOST).then_some(())
+    };
+    wait(is_quiet).context("the device process of an idle VM wakes")?;
+    let begun = Instant::now();
+    let mut kill = Command::new("kill");
+    kill.args(["-KILL", &all[2].to_string()]);
+    ensure!(kill.status().context("cannot start kill")?.success(), "cannot kill {}", all[2]);
+    let ended = ended(child)?;
+    let time = begun.elapsed();
+    ensure!(ended.code != 0 && time < PATIENCE, "code {} after {time:?}", ended.code);
+    Ok(())
+}
+
 /// The guest's steal time shows the CPU time that two VMs on one CPU take from each other, and none
 /// if there is one VM.
 pub fn steal() -> Result<()> {

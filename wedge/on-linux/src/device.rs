@@ -26,6 +26,10 @@ const READABLE: u16 = linux::POLLIN as u16;
 /// fork.
 const EXIT_TRIES: u32 = 20;
 const EXIT_WAIT: u64 = 10;
+/// Longest wait in milliseconds, in case a notification was missed: each wakes an idle VM's host.
+const MAX_WAIT: u64 = 60_000;
+/// Mask of the signal of a child's exit.
+const EXITS: u64 = 1 << (linux::SIGCHLD - 1);
 
 /// State of the device process. It trusts nothing in shared memory, which the guest can overwrite:
 /// process ids are its own copies.
@@ -150,6 +154,14 @@ impl DeviceServer {
 
     /// Installs the seccomp filter and serves until the VM ends; returns its exit code.
     pub fn serve(&mut self) -> u8 {
+        // Children set their own masks.
+        let listens = sys::change_signal_mask(linux::SIG_BLOCK, EXITS)
+            .and_then(|()| sys::open_signals(EXITS, layout::EXITS_FD));
+        if let Err(error) = listens {
+            warn(format_args!("cannot open a descriptor for exits of processes: {error}"));
+            self.end_all();
+            return HOST;
+        }
         if let Err(error) = children::confine(&config().filters, Filters::DEVICE) {
             warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
@@ -174,8 +186,7 @@ impl DeviceServer {
                 return self.end_after(exit);
             }
             self.report_state();
-            // The timeout bounds the time until a process exit is detected.
-            self.read_inputs(&mut inputs, if has_more { 0 } else { 1000 });
+            self.read_inputs(&mut inputs, if has_more { 0 } else { MAX_WAIT });
         }
     }
 
@@ -222,8 +233,8 @@ impl DeviceServer {
         }
     }
 
-    /// Waits for notifications, commands and console input, at most `timeout` milliseconds, and
-    /// handles them.
+    /// Waits for notifications, exits, commands and console input, at most `timeout` milliseconds,
+    /// and handles them.
     fn read_inputs(&self, inputs: &mut Inputs, timeout: u64) {
         let lines = lines();
         let wanted = |index: usize| {
@@ -232,11 +243,12 @@ impl DeviceServer {
         };
         let descriptors = [
             Some(layout::DOORBELL_FD),
+            Some(layout::EXITS_FD),
             inputs.is_controlled.then_some(layout::CONTROL_FD),
             wanted(0),
             wanted(1),
         ];
-        let [is_notified, has_command, typed @ ..] = wait(descriptors, timeout);
+        let [is_notified, has_exit, has_command, typed @ ..] = wait(descriptors, timeout);
         if has_command {
             let mut byte = [0];
             match sys::read(layout::CONTROL_FD, &mut byte) {
@@ -248,6 +260,10 @@ impl DeviceServer {
             let mut count = [0; 8];
             // poll(2) has reported it readable.
             let _ = sys::read(layout::DOORBELL_FD, &mut count);
+        }
+        if has_exit {
+            // Its `struct signalfd_siginfo` does not state all exits: the caller asks wait4(2).
+            let _ = sys::read(layout::EXITS_FD, &mut [0; 128]);
         }
         for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
             let mut bytes = [0; 4096];

@@ -163,6 +163,7 @@ fn a_moment_without_requests_is_noticed() {
         scope.spawn(|| rig.watch(&end));
         assert_eq!(idles.recv_timeout(LIMIT), Ok(()));
         end.store(true, SeqCst);
+        rig.signal();
     });
 }
 

@@ -4,10 +4,12 @@ use super::Engine;
 use crate::hosted::succeed;
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
+use std::fs;
 use std::io::Write;
-use std::net::TcpListener;
+use std::net::{Ipv6Addr, SocketAddrV6, TcpListener, UdpSocket};
 use std::process::Command;
 use std::thread;
+use std::time::Duration;
 
 /// Addresses of the host's end, in which servers wait.
 const HOST: [&str; 2] = ["198.18.78.1", "fd00:78::1"];
@@ -29,8 +31,11 @@ const SET_UP: [&str; 12] = [
 ];
 /// Script of the guest, which prints routes and the answers of both servers.
 const SCRIPT: &str = "ip -4 route; ip -6 route | grep default; ip link show eth0 | grep -o mtu.9000
-    nc 198.18.78.1 PORT0 </dev/null; nc fd00:78::1 PORT1 </dev/null";
-const EXPECTED: [&str; 7] = [
+    nc 198.18.78.1 PORT0 </dev/null; nc fd00:78::1 PORT1 </dev/null
+    received() { sed -n 's/^ *eth0: *[0-9]* *\\([0-9]*\\) .*/\\1/p' /proc/net/dev; }
+    before=$(received); sleep 1; count=$(($(received) - before))
+    [ $count -lt 20 ] && echo few packets || echo $count packets";
+const EXPECTED: [&str; 8] = [
     "default via 198.18.78.1 dev eth0",
     "198.18.78.1 dev eth0 scope link",
     "203.0.113.0/24 via 198.18.78.1 dev eth0",
@@ -38,7 +43,11 @@ const EXPECTED: [&str; 7] = [
     "mtu 9000",
     "server 0",
     "server 1",
+    // Not those to all routers.
+    "few packets",
 ];
+/// Interval of packets to all routers.
+const INTERVAL: Duration = Duration::from_millis(10);
 
 /// Namespace and its link, which end with this value.
 struct Namespace(String);
@@ -81,7 +90,23 @@ fn serve(index: usize, address: &str) -> Result<u16> {
     Ok(port)
 }
 
-/// The guest has the addresses and routes of the namespace, and reaches the host with them.
+/// Sends packets to all routers from the host's end, until the link is gone.
+fn send_to_routers(link: &str) -> Result<()> {
+    let index = fs::read_to_string(format!("/sys/class/net/{link}/ifindex"));
+    let index = index.context("no link")?.trim().parse().context("no index of the link")?;
+    let routers = SocketAddrV6::new(Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 2), 9, 0, index);
+    let socket = UdpSocket::bind("[::]:0").context("no socket")?;
+    socket.send_to(b"x", routers).context("cannot send to all routers")?;
+    thread::spawn(move || {
+        while socket.send_to(b"x", routers).is_ok() {
+            thread::sleep(INTERVAL);
+        }
+    });
+    Ok(())
+}
+
+/// The guest has the addresses and routes of the namespace, reaches the host with them, and gets no
+/// packets to routers.
 pub fn routes() -> Result<()> {
     let engine = Engine::new()?;
     let namespace = Namespace::new()?;
@@ -89,6 +114,7 @@ pub fn routes() -> Result<()> {
     for (index, address) in HOST.into_iter().enumerate() {
         script = script.replace(&format!("PORT{index}"), &serve(index, address)?.to_string());
     }
+    send_to_routers(&namespace.0)?;
     engine.bundle("n", &script, |config| {
         config["linux"]["namespaces"][1]["path"] = json!(format!("/run/netns/{}", namespace.0));
     })?;
