@@ -18,7 +18,7 @@ fn event(word: u64) -> u64 {
 }
 
 /// Events for which the state page has an interrupt.
-#[inline(always)]
+#[inline(never)]
 pub fn with_virq(state: &VcpuState) -> u64 {
     state.event_virqs.iter().fold(0, |all, word| all | event(word.get()))
 }

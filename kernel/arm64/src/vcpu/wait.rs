@@ -40,10 +40,12 @@ fn block(
     let has_timer = state.timer_virq.get() & virq::VALID != 0;
     let deadline = if has_timer { timer::deadline() } else { abi::FOREVER };
     let has_sgi = sgi::is_pending(&entry.vcpu.arch.sgis, state);
-    let pending = entry.notification.bits.get();
-    let has_event = pending != 0 && pending & events::with_virq(state) != 0;
-    let has_virq = has_sgi || has_event || virqs::has_words(state) || virqs::has_pending();
-    if has_virq || deadline <= now {
+    let has_event = || {
+        let pending = entry.notification.bits.get();
+        pending != 0 && pending & events::with_virq(state) != 0
+    };
+    let has_virq = virqs::has_words(state) || has_sgi || virqs::has_pending();
+    if has_virq || deadline <= now || has_event() {
         count_handled(kernel, state);
         local.continues.set(true);
         return None;
