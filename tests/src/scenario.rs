@@ -161,7 +161,8 @@ impl Scenario {
             bail!("`{text}` did not appear");
         }
         if let Some(text) = self.never.iter().chain(&[KERNEL_PANIC]).find(|text| appeared(text)) {
-            bail!("`{text}` appeared");
+            let text_of_all = all.map(|transcript| transcript.text()).concat();
+            bail!("`{text}` appeared:\n{}", from(&text_of_all, text));
         }
         let log = running.log.text();
         for &(text, most) in self.most {
@@ -193,6 +194,13 @@ fn reason_last(error: anyhow::Error) -> anyhow::Error {
     anyhow::anyhow!("{}", parts.join("\n"))
 }
 
+/// Some lines from the one with `text` on: the end of a transcript may lack them.
+fn from(all: &str, text: &str) -> String {
+    const LINES: usize = 20;
+    let lines = all.lines().skip_while(|line| !line.contains(text)).take(LINES);
+    lines.collect::<Vec<_>>().join("\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,6 +222,14 @@ mod tests {
             limit: 1,
         };
         scenario.class(cpus)
+    }
+
+    #[test]
+    fn an_error_shows_what_appeared() {
+        let all = format!("up\n[ 1.0] BUG: soft lockup\n{}", "trace\n".repeat(30));
+        let shown = super::from(&all, "BUG: ");
+        assert!(shown.starts_with("[ 1.0] BUG: soft lockup\ntrace"));
+        assert_eq!(shown.lines().count(), 20);
     }
 
     #[test]
