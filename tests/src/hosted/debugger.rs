@@ -143,7 +143,7 @@ fn late(rig: &Rig) -> Result<()> {
         thread::sleep(Duration::from_millis(2));
         send(Signal::STOP);
     }
-    // `parador` itself goes on, and listens at last on a busy host.
+    // `parador` itself continues, and listens at last on a busy host.
     wait(|| rig.folder().join("gdb").exists().then_some(()))?;
     let text = thread::scope(|scope| {
         scope.spawn(|| {
