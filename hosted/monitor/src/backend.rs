@@ -204,7 +204,7 @@ impl Backend {
     pub fn last_descriptor(&self) -> i32 {
         match self.program {
             Program::Kvm => layout::CONTROL_FD as i32,
-            Program::Wedge { .. } => layout::RING_FD as i32,
+            Program::Wedge { .. } => layout::LAST_FD as i32,
         }
     }
 

@@ -113,6 +113,8 @@ pub const RING_FD: u32 = 34;
 pub const COUNTERS_FD: u32 = 35;
 /// Descriptor of the device process that is readable after the exit of a child (signalfd(2)).
 pub const EXITS_FD: u32 = 36;
+/// Highest of these numbers: processes of a VM need a limit of open files above it.
+pub const LAST_FD: u32 = EXITS_FD;
 
 /// Signal by which the device process notifies a guest process of events (`SIGUSR2`).
 ///

@@ -108,10 +108,11 @@ pub fn limits() -> Result<()> {
     fs::write(&disk, [0; 4096]).context("cannot write a file")?;
     fs::set_permissions(&disk, Permissions::from_mode(0o666)).context("cannot set a mode")?;
     let user = plain_user()?;
-    let run = |limit: &str, options: &[&str]| {
+    let run = |limit: &str, before: &[&str], options: &[&str]| {
         // A time limit of its own: what waits for nothing has to be seen.
         let mut command = Command::new("timeout");
-        command.args(["-k", "1", "60"]).args(&user).args(["prlimit", limit]).arg(&parador);
+        command.args(["-k", "1", "60"]).args(&user).args(before);
+        command.args(["prlimit", limit]).arg(&parador);
         command.arg("run").arg(&kernel).args(["--backend", "process", "-i", "busybox"]);
         command.args(["--cmdline", "quiet parador.run=true"]).args(options);
         command.env_clear().env("PATH", "/usr/bin:/bin").current_dir(rig.folder());
@@ -128,14 +129,21 @@ pub fn limits() -> Result<()> {
     let memory = [50, 100, 300, 1000, 2000].map(|most| (format!("--as={most}000000"), all));
     let written = ["0", "4096", "100000000"].map(|most| (format!("--fsize={most}"), all));
     let table = files(&[]).chain(files(all)).chain(files(more)).chain(processes);
-    for (limit, options) in table.chain(memory).chain(written) {
-        let ended = end(&mut run(&limit, options), "")?;
+    let table =
+        table.chain(memory).chain(written).map(|(limit, options)| (limit, options, &[][..]));
+    // Descriptors of the caller move those of `parador` out of the way of the VM's numbers: a VM
+    // then starts with the lowest limit.
+    let inheriting = ["bash", "-c", "exec 3<. 4<. 5<. 6<. 7<. 8<. 9<. 10<. \"$@\"", "bash"];
+    let lowest =
+        (16..=MOST_FILES).map(|most| (format!("--nofile={most}"), &[][..], &inheriting[..]));
+    for (limit, options, before) in table.chain(lowest) {
+        let ended = end(&mut run(&limit, before, options), "")?;
         acceptable(ended).with_context(|| format!("{limit} {options:?}"))?;
         let left = Command::new("pgrep").arg("-f").arg(&parador).output()?;
         let left = String::from_utf8_lossy(&left.stdout).into_owned();
         ensure!(left.is_empty(), "{limit} {options:?}: processes are left: {left}");
     }
-    end(&mut run("--nofile=64", all), "")?.well(0, &[])?;
+    end(&mut run("--nofile=64", &[], all), "")?.well(0, &[])?;
     Ok(())
 }
 
