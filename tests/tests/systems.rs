@@ -71,6 +71,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("copied", hosted::host::copied, Class::Other),
     ("exec", hosted::exec::commands, Class::Other),
     ("exec-owners", hosted::exec::owners, Class::Other),
+    ("exec-etc", hosted::exec::shared_etc, Class::Other),
     ("exec-roots", hosted::exec::roots, Class::Other),
     ("exec-archive", hosted::exec::archive, Class::Other),
     ("exec-terminal", hosted::exec::terminal, Class::Other),

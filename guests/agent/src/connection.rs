@@ -4,7 +4,7 @@ use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
 use crate::{cgroup, clock, container, network, power_off, root};
 use proto::agent::{
-    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION,
+    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Root, Stream, VERSION,
     container::{Container, ContainerProcess},
     io as wire,
 };
@@ -216,7 +216,12 @@ impl Control<'_> {
         }
         self.owns_guest = true;
         root::change(guest)?;
-        network::configure(guest.network.as_ref())
+        // A shared directory may be mounted at /etc, whose files are not the guest's to change.
+        network::configure(guest.network.as_ref())?;
+        if !matches!(guest.root, Root::Pod { .. }) {
+            network::complete_hosts(guest.name)?;
+        }
+        root::mount_shares(&guest.mounts)
     }
 
     /// Takes the streams of this connection's process, which is started once.

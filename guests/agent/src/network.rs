@@ -9,12 +9,15 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 /// Interface of the first network.
 const INTERFACE: &str = "eth0";
 /// The loopback interface always has this index.
 const LOOPBACK: u32 = 1;
 const RESOLVERS: &str = "/etc/resolv.conf";
+/// Names of hosts (hosts(5)).
+const HOSTS: &str = "/etc/hosts";
 
 /// Message types, and flags of a request that is acknowledged (`linux/rtnetlink.h`,
 /// `linux/netlink.h`).
@@ -60,12 +63,35 @@ pub fn configure(network: Option<&Network>) -> io::Result<()> {
         request(&socket, NEWROUTE, CREATE, &route(index, all))?;
     }
     let Some([a, b, c, d]) = network.resolver else { return Ok(()) };
-    // A link may lead to a program of the host that the guest does not have.
-    match fs::remove_file(RESOLVERS) {
+    replace(RESOLVERS, &format!("nameserver {a}.{b}.{c}.{d}\n"))
+}
+
+/// Gives a root without names of hosts those of its loopback interface and its own: container
+/// images leave them to the engine.
+pub fn complete_hosts(name: &str) -> io::Result<()> {
+    match fs::symlink_metadata(HOSTS) {
+        Ok(found) if !found.is_file() || found.len() > 0 => return Ok(()),
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    fs::write(RESOLVERS, format!("nameserver {a}.{b}.{c}.{d}\n"))
+    let text = format!(
+        "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
+    );
+    replace(HOSTS, &text)
+}
+
+/// Writes a file instead of the one at `path`, if any.
+fn replace(path: &str, text: &str) -> io::Result<()> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("write {path}: {error}"));
+    // A link may lead to a file that the guest does not have.
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(named(error)),
+        _ => {}
+    }
+    if let Some(folder) = Path::new(path).parent() {
+        fs::create_dir_all(folder).map_err(named)?;
+    }
+    fs::write(path, text).map_err(named)
 }
 
 /// `ifinfomsg` that sets the flag `IFF_UP`.

@@ -88,7 +88,8 @@ pub fn mount_kernel_file_systems() -> io::Result<()> {
     })
 }
 
-/// Changes to the root of a guest, and mounts its directories.
+/// Changes to the root of a guest, without its shared directories: all files there are the guest's
+/// own.
 pub fn change(guest: &Guest<'_>) -> io::Result<()> {
     rustix::system::sethostname(guest.name.as_bytes()).map_err(named("set the host name"))?;
     for folder in [LOWER, MEMORY, NEW] {
@@ -119,8 +120,13 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         // The kernel's file system of devices is new.
         symlink(target, link)?;
     }
+    Ok(())
+}
+
+/// Mounts shared directories, whose files are the host's from here on.
+pub fn mount_shares(mounts: &[Mount<'_>]) -> io::Result<()> {
     // Parents come before the directories below them, whatever the order of the request.
-    let mut mounts: Vec<&Mount<'_>> = guest.mounts.iter().collect();
+    let mut mounts: Vec<&Mount<'_>> = mounts.iter().collect();
     mounts.sort_by_key(|mount| mount.place.len());
     for Mount { tag, place, read_only } in mounts {
         let place = Path::new(OsStr::from_bytes(place));

@@ -212,7 +212,9 @@ pub fn roots() -> Result<()> {
     succeed(Command::new("qemu-img").args(["convert", "-O", "qcow2"]).args([&raw, &image]))?;
     let before = fs::read(&raw).context("no image")?;
     for root in [&tree, &raw, &image] {
-        let script = "echo after >>/file; busybox cat /file; busybox uname -n";
+        // A root without names of hosts gets its own.
+        let script = "echo after >>/file; busybox cat /file; busybox uname -n
+            busybox ping -c 1 -q localhost >&2; busybox ping -c 1 -q parador >&2";
         let ended = run(exec(&rig).arg(root).args(["--", "sh", "-ec", script]), "")?;
         let output = String::from_utf8_lossy(&ended.stdout);
         let is_good = ended.status.success() && output == "before\nafter\nparador\n";
@@ -221,6 +223,37 @@ pub fn roots() -> Result<()> {
     ensure!(fs::read(&raw).context("no image")? == before, "the image was changed");
     let file = fs::read_to_string(tree.join("file")).context("no file")?;
     ensure!(file == "before\n", "the folder was changed");
+    Ok(())
+}
+
+/// Runs `parador exec` in a namespace where `/etc`, with other name servers and no names of hosts,
+/// is a copy that the guest may change.
+const IN_ETC: &str = r#"
+cp -a /etc etc
+rm -f etc/resolv.conf etc/hosts
+echo nameserver 192.0.2.1 >etc/resolv.conf
+mount --bind etc /etc
+cd /etc
+"$@" -- cat /etc/resolv.conf
+cat /etc/resolv.conf
+test ! -e /etc/hosts
+"#;
+
+/// The guest's name server, and its names of hosts, change no file of a shared directory.
+pub fn shared_etc() -> Result<()> {
+    let rig = Rig::new()?;
+    let mut command = Command::new("unshare");
+    command.arg("-m");
+    if !rustix::process::geteuid().is_root() {
+        command.arg("-r");
+    }
+    let own = exec(&rig);
+    command.args(["sh", "-ec", IN_ETC, "sh"]).arg(own.get_program()).args(own.get_args());
+    command.args(["--net", "user", "/"]).current_dir(rig.folder());
+    let ended = run(&mut command, "")?;
+    let output = String::from_utf8_lossy(&ended.stdout);
+    let servers = "nameserver 192.0.2.1\n";
+    ensure!(ended.status.success() && output == servers.repeat(2), "{ended:?}");
     Ok(())
 }
 
