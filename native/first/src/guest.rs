@@ -17,6 +17,8 @@ use crate::{DONE, Named, Outcome, Slots, ensure};
 const FILE: &str = "guest";
 /// Number of vCPUs.
 const VCPUS: usize = 2;
+/// Number of vCPUs that this module creates: those, and one for forged words.
+pub const CREATED: u32 = VCPUS as u32 + 1;
 /// Guest-physical addresses (`guests/arm64/src/exits.s`).
 const CODE: u64 = 0x4000_0000;
 const SHARED: u64 = 0x4020_0000;
@@ -48,6 +50,15 @@ const PRIORITY: u64 = 0xa0;
 const SGI: u64 = 3;
 /// Length of an instruction in bytes.
 const INSTRUCTION: u64 = 4;
+
+/// Words for events without an interrupt that a guest can have, though the last four are valid:
+/// numbers that are special, an LPI's, and none.
+const WITHOUT_NUMBER: [u64; 6] =
+    [0, !virq::VALID, virq::VALID | 1020, virq::VALID | 8192, virq::VALID | virq::NUMBER, u64::MAX];
+/// Bits of a valid word that have no meaning, the lowest priority, and a report of the end.
+const FORGED: u64 = !(virq::NUMBER | virq::EVENT_MASK << virq::EVENT_SHIFT);
+/// First of the highest numbers of interrupts.
+const HIGHEST: u64 = 1020 - virq::COUNT as u64;
 
 /// Reaction of the VMM to an exit.
 #[derive(Clone, Copy)]
@@ -123,6 +134,7 @@ pub fn check(slots: &mut Slots, boot: &Boot, ram: Window, khz: u64) -> Outcome {
     vm.bind_doorbell(0, Notification::at(DONE), RUNG).named("doorbell")?;
     let mut vcpus = [create(slots, vm, 0)?, create(slots, vm, 1)?];
     become_targets(slots, vm, &vcpus)?;
+    enters_with_forged_events(create(slots, vm, VCPUS as u32)?)?;
     for (vcpu, events) in &mut vcpus {
         refuses(vcpu)?;
         recalls(vcpu, *events)?;
@@ -239,6 +251,49 @@ fn recalls(vcpu: &mut Vcpu, events: Notification) -> Outcome {
         ensure(seen == (exit::RECALL, recalled), "events of its notification recall a vCPU")?;
     }
     Ok(())
+}
+
+/// Whatever the words of events are, a guest is entered, words without an interrupt use no list
+/// register, and events for which none is free are kept.
+fn enters_with_forged_events((mut vcpu, events): (Vcpu, Notification)) -> Outcome {
+    for word in WITHOUT_NUMBER {
+        set_event_virqs(&vcpu, |_| word);
+        events.signal(u64::MAX).named("signal of all events")?;
+        recalled(&mut vcpu)?;
+    }
+    let all = (1 << virq::COUNT) - 1;
+    for (signalled, kept) in [(all, 0), (1, 1)] {
+        // Other numbers for the second signal.
+        let first = if kept == 0 { HIGHEST } else { HIGHEST - virq::COUNT as u64 };
+        set_event_virqs(&vcpu, |place| FORGED | place << virq::EVENT_SHIFT | (first + place));
+        events.signal(signalled).named("signal of events")?;
+        ensure(recalled(&mut vcpu)? == 0, "events with an interrupt do not end a run")?;
+        set_event_virqs(&vcpu, |_| 0);
+        ensure(recalled(&mut vcpu)? == kept, "events remain if no list register is free")?;
+    }
+    Ok(())
+}
+
+fn set_event_virqs(vcpu: &Vcpu, word: impl Fn(u64) -> u64) {
+    for (place, event_virq) in (0..).zip(&vcpu.state().event_virqs) {
+        event_virq.set(word(place));
+    }
+}
+
+/// Runs a guest from its start until its first hypercall; returns the events that ended a run
+/// before, which may happen once.
+fn recalled(vcpu: &mut Vcpu) -> Outcome<u64> {
+    let mut recalled = 0;
+    for reason in [exit::RECALL, exit::HYPERCALL] {
+        vcpu.state().pc.set(CODE);
+        vcpu.run().named("run of a guest with forged events")?;
+        match vcpu.state().run.exit_reason.get() {
+            exit::HYPERCALL => return Ok(recalled),
+            found => ensure(found == reason, "a guest is entered with forged events")?,
+        }
+        recalled = vcpu.state().run.events.get();
+    }
+    Ok(recalled)
 }
 
 /// Compares an exit.

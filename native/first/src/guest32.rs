@@ -8,7 +8,7 @@ use abi::{PAGE_SIZE, Status, rights, vm_mode};
 use native_rt::start::Boot;
 use native_rt::{Factory, Space, Vcpu, Window, drop_capability, info};
 
-use crate::{Named, Outcome, Slots, ensure};
+use crate::{Named, Outcome, Slots, ensure, guest};
 
 /// Guest-physical address of the code.
 const CODE: u64 = 0x4000_0000;
@@ -49,7 +49,7 @@ pub fn check(slots: &mut Slots, boot: &Boot, ram: Window) -> Outcome {
     vm.map(code, CODE, rights::READ | rights::EXECUTE).named("memory of a guest")?;
     let mut vcpus = [0, 1].map(|index: u32| {
         let events = factory.notification(slots.next()).named("notification of a vCPU")?;
-        Vcpu::create(factory, slots.next(), vm, 2 + index, events).named("vCPU")
+        Vcpu::create(factory, slots.next(), vm, guest::CREATED + index, events).named("vCPU")
     });
     if boot.info.features & FEATURE_AARCH32 == 0 {
         let [Ok(vcpu), _] = &mut vcpus else { return Err(("vCPU", Status::Ok)) };
