@@ -8,7 +8,8 @@ use crate::hosted::{LIMIT, Rig, end};
 use crate::keys::{HOST_CPUS, cpus, host_disk, ram_disk, run_host};
 use crate::previrt::Kernel;
 use crate::system::artifacts;
-use anyhow::{Context, Result, bail, ensure};
+use crate::transcript::ensure_lacks;
+use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 
 /// Another seed than [`FIRST_SEED`].
@@ -116,8 +117,6 @@ pub fn keys(is_long: bool) -> Result<()> {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }
-    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
-        bail!("`{wrong}` appeared:\n{console}");
-    }
+    ensure_lacks(&console, &WRONG)?;
     Ok(())
 }

@@ -29,6 +29,7 @@ pub mod words;
 
 use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};
+use crate::transcript::ensure_lacks;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
 use std::io::Write;
@@ -117,17 +118,13 @@ impl Ended {
 
     /// Checks the exit code and the texts, and that Linux detected no bug.
     pub fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
-        if let Some(wrong) = WRONG.iter().find(|wrong| self.console.contains(**wrong)) {
-            bail!("`{wrong}` appeared:\n{}\n{}", self.console, self.messages);
-        }
+        ensure_lacks(&self.console, &WRONG).with_context(|| self.messages.clone())?;
         self.has(code, texts)
     }
 
     /// Checks that none of these texts appeared, but in the warning of [`judged`].
     pub fn never(&self, texts: &[&str]) -> Result<()> {
-        let console = judged(&self.console);
-        let wrong = texts.iter().find(|text| console.contains(**text));
-        wrong.map_or(Ok(()), |wrong| bail!("`{wrong}` appeared:\n{}", self.console))
+        ensure_lacks(judged(&self.console), texts)
     }
 
     fn has(self, code: i32, texts: &[&str]) -> Result<Self> {

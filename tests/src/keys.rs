@@ -7,7 +7,8 @@ use crate::isolation;
 use crate::kvm::{debian_kernel, succeed};
 use crate::previrt::Kernel;
 use crate::system::{PARALLEL, artifacts, parador, qemu, target};
-use anyhow::{Context, Result, bail, ensure};
+use crate::transcript::ensure_lacks;
+use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -105,10 +106,8 @@ echo ends with $?\n"
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }
-    if let Some(wrong) = WRONG.iter().chain(&isolation::WRONG).find(|text| console.contains(**text))
-    {
-        bail!("`{wrong}` appeared:\n{console}");
-    }
+    ensure_lacks(&console, &WRONG)?;
+    ensure_lacks(&console, &isolation::WRONG)?;
     Ok(())
 }
 
@@ -138,9 +137,7 @@ pub fn protection(is_long: bool) -> Result<()> {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }
-    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
-        bail!("`{wrong}` appeared:\n{console}");
-    }
+    ensure_lacks(&console, &WRONG)?;
     Ok(())
 }
 

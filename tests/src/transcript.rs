@@ -8,6 +8,12 @@ use std::time::{Duration, Instant};
 /// Lines of a transcript that a failure shows.
 const SHOWN_LINES: usize = 30;
 
+/// Fails if one of these texts is in `text`, all of which the error shows.
+pub fn ensure_lacks(text: &str, wrong: &[&str]) -> Result<()> {
+    let found = wrong.iter().find(|wrong| text.contains(**wrong));
+    found.map_or(Ok(()), |found| bail!("`{found}` appeared:\n{text}"))
+}
+
 /// Text that was written so far, and the position up to which it was matched.
 #[derive(Clone)]
 pub struct Transcript {

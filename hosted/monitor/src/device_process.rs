@@ -70,9 +70,7 @@ impl DeviceProcess {
         };
         Failure::new(code, format!("{}: {}", self.name, text.trim()))
     }
-}
 
-impl DeviceProcess {
     /// Returns the descriptor that hangs up when the process exits.
     pub fn alive(&self) -> BorrowedFd<'_> {
         self.alive.as_fd()
@@ -83,9 +81,7 @@ impl DeviceProcess {
         let status = self.child.wait().os_error("wait for a process")?;
         Ok((self.name.clone(), status))
     }
-}
 
-impl DeviceProcess {
     /// Sends a signal and waits for the exit; returns whether the process runs after
     /// [`SIGNAL_INTERVAL`]. A process that was about to wait misses a signal.
     fn is_running_after(&mut self, signal: Signal) -> bool {

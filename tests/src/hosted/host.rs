@@ -3,7 +3,8 @@
 use super::escape::outside::plain_user;
 use super::{Ended, Rig, children, end, start, succeed};
 use crate::system::target;
-use anyhow::{Context, Result, bail, ensure};
+use crate::transcript::ensure_lacks;
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -154,6 +155,5 @@ fn acceptable(ended: Ended) -> Result<()> {
     }
     let ended = ended.well(71, &["parador: ", "cannot "])?;
     let wrong = ["panicked", "Bad file descriptor", "Invalid argument"];
-    let wrong = wrong.iter().find(|text| ended.messages.contains(**text));
-    wrong.map_or(Ok(()), |wrong| bail!("`{wrong}` appeared:\n{}", ended.messages))
+    ensure_lacks(&ended.messages, &wrong)
 }
