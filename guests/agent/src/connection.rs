@@ -219,7 +219,8 @@ impl Control<'_> {
         // A shared directory may be mounted at /etc, whose files are not the guest's to change.
         network::configure(guest.network.as_ref())?;
         if !matches!(guest.root, Root::Pod { .. }) {
-            network::complete_hosts(guest.name)?;
+            // A root where they cannot be written, such as one whose `/etc` is no folder, has none.
+            let _ = network::complete_hosts(guest.name);
         }
         root::mount_shares(&guest.mounts)
     }
