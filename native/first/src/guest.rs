@@ -283,17 +283,20 @@ fn set_event_virqs(vcpu: &Vcpu, word: impl Fn(u64) -> u64) {
 /// Runs a guest from its start until its first hypercall; returns the events that ended a run
 /// before, which may happen once.
 fn recalled(vcpu: &mut Vcpu) -> Outcome<u64> {
-    let mut recalled = 0;
-    for reason in [exit::RECALL, exit::HYPERCALL] {
-        vcpu.state().pc.set(CODE);
-        vcpu.run().named("run of a guest with forged events")?;
-        match vcpu.state().run.exit_reason.get() {
-            exit::HYPERCALL => return Ok(recalled),
-            found => ensure(found == reason, "a guest is entered with forged events")?,
-        }
-        recalled = vcpu.state().run.events.get();
+    let (mut reason, mut events) = (enter(vcpu)?, 0);
+    if reason == exit::RECALL {
+        events = vcpu.state().run.events.get();
+        reason = enter(vcpu)?;
     }
-    Ok(recalled)
+    ensure(reason == exit::HYPERCALL, "a guest is entered with forged events")?;
+    Ok(events)
+}
+
+/// Runs a guest from its start until its next exit, whose reason it returns.
+fn enter(vcpu: &mut Vcpu) -> Outcome<u64> {
+    vcpu.state().pc.set(CODE);
+    vcpu.run().named("run of a guest with forged events")?;
+    Ok(vcpu.state().run.exit_reason.get())
 }
 
 /// Compares an exit.

@@ -8,7 +8,8 @@
 use super::net::wait_for;
 use super::{Rig, children, end, killed, start};
 use crate::kvm::{Host, emulated, no_files, succeed};
-use anyhow::{Context, Result, bail, ensure};
+use crate::transcript::ensure_lacks;
+use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -90,10 +91,7 @@ fn check(text: &str) -> Result<()> {
         for wanted in wanted {
             ensure!(part.contains(wanted), "{name}: `{wanted}` is missing");
         }
-        if let Some(found) = unwanted.iter().find(|unwanted| part.contains(**unwanted)) {
-            bail!("{name}: `{found}` appeared");
-        }
-        Ok(())
+        ensure_lacks(part, unwanted).context(name.to_owned())
     };
     let wanted = ["an early flush succeeds", "request failed", "ends\n", "reopened"];
     let unwanted = ["data is safe", "a late flush succeeds", "a later flush succeeds"];

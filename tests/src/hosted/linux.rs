@@ -3,6 +3,7 @@
 use super::{NUMBERS, RUN_SCRIPT, Rig, WRONG, dummy, make_disk};
 use crate::kvm::{Batch, Vm};
 use crate::system::{artifacts, target};
+use crate::transcript::ensure_lacks;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -430,8 +431,7 @@ impl Linux {
                 bail!("step `{name}`: `{missing}` did not appear");
             }
         }
-        let wrong = WRONG.iter().find(|wrong| printed.contains(**wrong));
-        ensure!(wrong.is_none(), "`{wrong:?}` appeared");
+        ensure_lacks(printed, &WRONG)?;
         let mut messages = printed.lines().filter(|line| line.starts_with("parador: "));
         let number = messages.find(|line| NUMBERS.iter().any(|number| line.contains(number)));
         ensure!(number.is_none(), "a message has a number in place of a cause: {number:?}");
