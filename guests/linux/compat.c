@@ -4,7 +4,7 @@
 // a library, so that nothing but a compiler is needed. As a position-independent program it also
 // tests address space layouts, and is its own dynamic linker. As a 64-bit program it does the
 // calls, those of the page of old calls (`vsyscall`), loads such segments, and executes single
-// steps with EFLAGS.NT and ID.
+// steps with EFLAGS.NT and ID; it sets the clock of the machine that executes it.
 #pragma GCC visibility push(hidden)
 #define NOINLINE __attribute__((noinline))
 
@@ -79,6 +79,44 @@ static u32 use(u32 number, u32 *area)
 	check(call(SET_THREAD_AREA, (long)wanted, 0, 0, 0) == 0, "set_thread_area");
 	asm volatile("mov %w0, %%gs" : : "r"(wanted->number * 8 + 3));
 	return wanted->number;
+}
+
+// Removes a descriptor: not present, read only. The register that had it has the null selector
+// then.
+static void give_up(u32 number)
+{
+	static struct description none;
+	none = (struct description){ number, 0, 0, 0x28 };
+	check(call(SET_THREAD_AREA, (long)&none, 0, 0, 0) == 0, "set_thread_area of none");
+	u32 selector;
+	asm volatile("mov %%gs, %0" : "=r"(selector));
+	check((selector & 0xffff) == 0, "the selector of a removed descriptor");
+}
+
+// Keeps a selector in %es in turn with a process that does not have its descriptor.
+static void keep_extra(u32 number)
+{
+	long child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		give_up(number);
+		for (;;)
+			call(SCHED_YIELD, 0, 0, 0, 0);
+	}
+	u32 selector = number * 8 + 3;
+	for (u32 round = 0; round < 2000; round++) {
+		u32 found;
+		long result;
+		asm volatile("mov %%es, %%esi; mov %w2, %%es; int $0x80; mov %%es, %1; mov %%esi, %%es"
+			     : "=a"(result), "=&r"(found) : "r"(selector), "0"(SCHED_YIELD)
+			     : "memory", "esi"
+#ifdef __x86_64__
+			     , "r8", "r9", "r10", "r11"
+#endif
+		);
+		check(result == 0 && (found & 0xffff) == selector, "a selector without descriptor in another process");
+	}
+	call(KILL, child, 9, 0, 0);
+	call(WAITPID, child, 0, 0, 0);
 }
 
 static u32 local(void)
@@ -318,6 +356,8 @@ static void run(u32 *top)
 	check(in_handler == areas[0] || in_handler == areas[2], "a signal of a timer");
 	check(wait(child) == 7 << 8, "a child");
 	check(local() == areas[0] && selectors() == 0x2b2b63, "storage in the end");
+	keep_extra(number);
+	give_up(number);
 	say("32-bit code: all well\n");
 	end(0);
 }
@@ -475,6 +515,11 @@ static void segments(void)
 	static int status;
 	check(call(WAITPID, child, (long)&status, 0, 0) == child, "waitpid");
 	check((status & 0x7f) == SIGSEGV, "a bad selector");
+	keep_extra(number);
+	give_up(number);
+	static long base = 1;
+	// arch_prctl(ARCH_GET_GS)
+	check(native(158, 0x1004, (long)&base, 0, 0) == 0 && base == 0, "the base of a removed descriptor");
 	say("segments of 64-bit code: all well\n");
 }
 

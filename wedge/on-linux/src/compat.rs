@@ -8,6 +8,11 @@
 //! the wedge sets the same descriptors on the host, by the 32-bit system call set_thread_area(2),
 //! the only interface, which accepts data segments only.
 //!
+//! The host clears a register whose descriptor is removed, unlike a processor. Linux still reads
+//! such registers: `ES` and `DS` of the previous thread after it has changed the descriptors, and
+//! all of those that set_thread_area(2) has removed. So the host's descriptor stays while the guest
+//! kernel executes with a register that has its selector.
+//!
 //! At each entry to the guest, to its kernel too, the CPU's segment registers have the guest's
 //! selectors; when it stops, the wedge reads them back. So the guest kernel reads the selectors
 //! that user mode has loaded before a rewritten system call, and a return to user mode without the
@@ -38,6 +43,8 @@ const ES: usize = 0;
 const DS: usize = 3;
 const FS: usize = 4;
 const GS: usize = 5;
+/// Number of changes of descriptors of which the host has not all: a vCPU counts from 1.
+const NOT_APPLIED: u64 = 0;
 
 /// Returns whether user mode uses segment selectors: 32-bit code, or 64-bit code that has loaded
 /// selectors. Linux sets none for 64-bit user code.
@@ -61,18 +68,23 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory, changes: u64) {
         return;
     }
     let (fs_base, gs_base) = bases();
-    set_descriptors(cpu.descriptors(memory, FIRST), changes);
+    let held = if cpu.cpl == 0 { recorded } else { [0; 4] };
+    set_descriptors(cpu.descriptors(memory, FIRST), changes, held);
     load_selectors(recorded);
     // Loading a register, or changing its descriptor, has set its base.
     set_bases(fs_base, gs_base);
 }
 
-/// Sets the TLS descriptors on the host that differ from the guest's.
-fn set_descriptors(wanted: [u64; TLS_COUNT], changes: u64) {
+/// Sets the TLS descriptors on the host that differ from the guest's, and have the number of
+/// `changes` then. Those of the selectors in `held` are not removed; the next entry tries again.
+fn set_descriptors(wanted: [u64; TLS_COUNT], changes: u64, held: [u16; 4]) {
     let mut host = process().thread_local.get();
     host.changes = changes;
     for (index, &descriptor) in wanted.iter().enumerate() {
-        if host.descriptors[index] != descriptor {
+        let selector = FIRST + 8 * index as u16;
+        if descriptor == 0 && host.usable[index] && held.contains(&selector) {
+            host.changes = NOT_APPLIED;
+        } else if host.descriptors[index] != descriptor {
             host.descriptors[index] = descriptor;
             let accepted = has(option::COMPAT) && set_host_descriptor(index, descriptor);
             if !accepted && has(option::COMPAT) {
