@@ -492,8 +492,29 @@ static void nested(void)
 	say("single steps with NT: all well\n");
 }
 
+// Bases of the upper half are as good as others to those who do not use them.
+static void keep_bases(void)
+{
+	static const long bases[] = { 0, 0x123, 0x7fffffffffff, (long)(-1ul << 47), -1 };
+	for (u32 round = 0; round < 500; round++) {
+		long base = bases[round % 5], fs, gs;
+		u32 selector = 0;
+		asm volatile("mov %w2, %%gs; wrgsbase %3; wrfsbase %3; syscall; rdgsbase %0; rdfsbase %1; mov %%gs, %w2"
+			     : "=&r"(gs), "=&r"(fs), "+r"(selector) : "r"(base), "a"(24) : "rcx", "r11", "memory");
+		check(gs == base && fs == base && (selector & 0xffff) == 0, "the base of a segment");
+		selector = 0x2b;
+		asm volatile("mov %w1, %%gs; wrgsbase %2; syscall; rdgsbase %0; mov %%gs, %w1"
+			     : "=&r"(gs), "+r"(selector) : "r"(base), "a"(24) : "rcx", "r11", "memory");
+		check(gs == base && (selector & 0xffff) == 0x2b, "the base of a segment with selector");
+	}
+	asm volatile("mov %w0, %%gs; wrfsbase %1" : : "r"(0), "r"(0l));
+}
+
 static void segments(void)
 {
+	start(keep_bases);
+	keep_bases();
+	join();
 	start(keep_flat);
 	keep(0);
 	join();

@@ -67,6 +67,7 @@ pub const LINUX: &[Linux] = &[
         parts: &[
             Guest("", "", &[CODE_64]),
             Guest("-c 2", "", &[CODE_64]),
+            Guest("--protection process", "", &[CODE_64]),
             Guest("", "ia32_emulation=off", &[CODE_64]),
         ],
     },

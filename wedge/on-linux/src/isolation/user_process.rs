@@ -30,6 +30,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
+use vmm_x86::msr::is_canonical;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
@@ -518,8 +519,8 @@ impl UserProcess {
         xstate::restore(area as u64, EXTENDED_STATE as u64);
         let base = |index: usize| {
             let base = response.bases[index].load(Relaxed);
-            // User mode has no addresses above.
-            if base < layout::TASK_SIZE { base } else { 0 }
+            // User mode can set no other, but write any word of the response.
+            if is_canonical(base) { base } else { 0 }
         };
         compat::set_bases(base(0), base(1));
     }
