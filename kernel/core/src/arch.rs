@@ -47,7 +47,7 @@ pub trait ArchVcpu: Clone + 'static {
 
 /// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
 /// held, on the CPU that it concerns.
-pub trait Arch: Copy + PartialEq + 'static {
+pub trait Arch: Copy + Default + PartialEq + 'static {
     /// User registers.
     type Context: Context;
     /// Page-table format of tasks.

@@ -242,8 +242,8 @@ impl<A: Arch> Kernel<A> {
                 depth,
                 parent: Cell::new(parent),
                 children: Tree::new(),
-                siblings: Links::new(),
-                links: Links::new(),
+                siblings: Links::default(),
+                links: Links::default(),
             },
         )?;
         if let Some(above) = above {

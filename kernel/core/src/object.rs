@@ -226,7 +226,8 @@ pub struct Gate<A: Arch> {
     pub badge: u64,
 }
 
-/// Notification: 64 sticky event bits.
+/// Notification: 64 sticky event bits. By default, it has no events, and nothing waits for it.
+#[derive(Default)]
 pub struct Notification<A: Arch> {
     /// Number of capabilities to this notification.
     pub caps: Cell<u32>,
@@ -238,19 +239,6 @@ pub struct Notification<A: Arch> {
     pub thread: Link<Thread<A>>,
     /// vCPU bound to it.
     pub vcpu: Link<Vcpu<A>>,
-}
-
-impl<A: Arch> Notification<A> {
-    /// A notification without events that nothing waits for.
-    pub(crate) const fn new() -> Self {
-        Self {
-            caps: Cell::new(0),
-            bits: Cell::new(0),
-            waiter: Cell::new(None),
-            thread: Cell::new(None),
-            vcpu: Cell::new(None),
-        }
-    }
 }
 
 /// Number of a hardware interrupt object, below [`crate::MAX_IRQS`]. The architecture maps it to

@@ -72,6 +72,11 @@ impl<T> Cached<T> {
     pub const NONE: Self = Self { object: core::ptr::null(), destroyed_count: 0 };
 }
 
+impl<T> Default for Cached<T> {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
 impl<T> Clone for Cached<T> {
     fn clone(&self) -> Self {
         *self

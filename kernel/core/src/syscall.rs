@@ -332,7 +332,7 @@ impl<A: Arch> Kernel<A> {
                 ObjectRef::Gate(memory.alloc(factory, gate)?)
             }
             NewObject::Notification => {
-                ObjectRef::Notification(memory.alloc(factory, Notification::new())?)
+                ObjectRef::Notification(memory.alloc(factory, Notification::default())?)
             }
             NewObject::Irq { platform, gsi, flags } => {
                 self.platform(task, platform, rights::MAKE_IRQ)?;

@@ -22,7 +22,7 @@ use abi::Status;
 use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
-use crate::pool::{Cached, Factory, Handle};
+use crate::pool::{Factory, Handle};
 use crate::tree::Links;
 
 mod donation;
@@ -77,16 +77,16 @@ impl<A: Arch> Kernel<A> {
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
                     donor: Cell::new(None),
-                    callers: Callers::new(),
-                    queue: ListLinks::new(),
+                    callers: Callers::default(),
+                    queue: ListLinks::default(),
                     fault: Cell::new([0; 4]),
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
-                    task_lookup: Cell::new(Cached::NONE),
-                    gate_lookup: GateLookup::new(),
-                    caller_lookup: Cell::new(Cached::NONE),
-                    vcpu_lookup: VcpuLookup::new(),
-                    timeout: Links::new(),
+                    task_lookup: Cell::default(),
+                    gate_lookup: GateLookup::default(),
+                    caller_lookup: Cell::default(),
+                    vcpu_lookup: VcpuLookup::default(),
+                    timeout: Links::default(),
                     stopping: Cell::new(Stopping::No),
                     stopping_next: Cell::new(None),
                     siblings: ListLinks {

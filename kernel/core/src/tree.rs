@@ -17,9 +17,9 @@ pub struct Links<T> {
     right: Cell<Option<Handle<T>>>,
 }
 
-impl<T> Links<T> {
-    /// Links of an object that is in no tree.
-    pub(crate) const fn new() -> Self {
+/// Links of an object that is in no tree.
+impl<T> Default for Links<T> {
+    fn default() -> Self {
         Self { left: Cell::new(None), right: Cell::new(None) }
     }
 }
@@ -235,7 +235,7 @@ mod tests {
             let key = seed >> 54;
             if seed >> 20 & 1 == 0 {
                 model.entry(key).or_insert_with(|| {
-                    let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+                    let handle = memory.alloc(None, Item { key, links: Links::default() }).unwrap();
                     tree.insert(&memory, handle);
                     handle
                 });
@@ -257,7 +257,7 @@ mod tests {
         let memory = testing::memory(256);
         let tree = Tree::<Item>::new();
         for key in 0..4096 {
-            let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+            let handle = memory.alloc(None, Item { key, links: Links::default() }).unwrap();
             tree.insert(&memory, handle);
         }
         assert!(tree.depth(&memory) < 48);

@@ -19,9 +19,10 @@ pub const MIN_BUDGET_NS: u64 = 20_000;
 pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
 /// State of a scheduling context.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum SchedState {
     /// Its holder is not runnable, or it has no holder.
+    #[default]
     Idle,
     /// In a ready queue.
     Queued,
@@ -32,6 +33,7 @@ pub enum SchedState {
 }
 
 /// Scheduling context: the right to CPU time.
+#[derive(Default)]
 pub struct SchedContext<A: Arch> {
     /// Number of capabilities to this context.
     pub caps: Cell<u32>,
@@ -156,24 +158,13 @@ impl<A: Arch> Kernel<A> {
         let (share, share_owner) = (Self::share(budget, period), self.memory.share_owner(factory));
         self.memory.exchange_share(share_owner, 0, share)?;
         let sched = SchedContext {
-            caps: Cell::new(0),
             priority: Cell::new(priority),
             max_priority: account.max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
-            remaining: Cell::new(0),
-            used: Cell::new(0),
-            accounted: Cell::new(0),
             refills: Refills::new(budget, A::now()),
-            refill: Cell::new(0),
             share_owner,
-            cpu: Cell::new(0),
-            owner: Cell::new(None),
-            holder: Cell::new(None),
-            state: Cell::new(SchedState::Idle),
-            next: Cell::new(None),
-            prev: Cell::new(None),
-            links: Links::new(),
+            ..SchedContext::default()
         };
         let made = self.memory.alloc(factory, sched);
         made.inspect_err(|_| self.memory.return_share(share_owner, share))
