@@ -146,8 +146,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Sets a waiting or stopped state and dequeues the thread's scheduling context.
-    fn block(&self, handle: Handle<Thread<A>>, state: ThreadState<A>) {
-        let thread = self.memory.at(handle);
+    fn block(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, state: ThreadState<A>) {
         thread.state.set(state);
         if let Some(sched) = thread.sched.get() {
             self.dequeue(sched);
@@ -163,31 +162,18 @@ impl<A: Arch> Kernel<A> {
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         let state = thread.state.get();
-        match state {
-            ThreadState::Stopped
-            | ThreadState::Ready
-            | ThreadState::Receiving
-            | ThreadState::InGuest { .. } => {}
-            ThreadState::Blocked { .. } | ThreadState::Halted { .. } => {
-                self.end_wait(handle, thread);
-            }
-            ThreadState::Sending { server, .. } => {
-                if let Some(partner) = self.memory.get(server) {
-                    self.dequeue_caller(partner, handle);
-                }
-            }
-            ThreadState::AwaitingReply { server, .. } => {
-                if let Some(partner) = self.memory.get(server)
-                    && partner.callers.served.get() == Some(handle)
-                {
-                    partner.callers.served.set(None);
-                }
+        self.end_wait(handle, thread);
+        if let Some(partner) = state.server().and_then(|server| self.memory.get(server)) {
+            if matches!(state, ThreadState::Sending { .. }) {
+                self.dequeue_caller(partner, handle);
+            } else if partner.callers.served.get() == Some(handle) {
+                partner.callers.served.set(None);
             }
         }
         if let Some(vcpu) = state.vcpu().and_then(|vcpu| self.memory.get(vcpu)) {
             vcpu.runner.set(None);
         }
-        self.block(handle, ThreadState::Stopped);
+        self.block(handle, thread, ThreadState::Stopped);
         if let Some(server) = state.server() {
             self.reclaim_donation(handle, server);
         }
@@ -242,6 +228,7 @@ impl<A: Arch> Kernel<A> {
 
     /// Ends the call of `caller`, which is no longer linked to the server. A thread whose call
     /// reports a fault is stopped.
+    #[inline(never)]
     fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
         self.return_donation(self.memory.at(server), caller);
@@ -251,7 +238,7 @@ impl<A: Arch> Kernel<A> {
                 | ThreadState::AwaitingReply { content: CallContent::Fault, .. }
         );
         if faulted {
-            self.block(caller, ThreadState::Stopped);
+            self.block(caller, thread, ThreadState::Stopped);
             self.defer_abort_calls(caller, thread);
             return;
         }
@@ -286,12 +273,8 @@ impl<A: Arch> Kernel<A> {
         for sched in [thread.sched.take(), thread.own_sched.take()].into_iter().flatten() {
             self.dequeue(sched);
             if let Some(sched) = self.memory.get(sched) {
-                if sched.owner.get() == Some(handle) {
-                    sched.owner.set(None);
-                }
-                if sched.holder.get() == Some(handle) {
-                    sched.holder.set(None);
-                }
+                sched.owner.set(sched.owner.get().filter(|&owner| owner != handle));
+                sched.holder.set(sched.holder.get().filter(|&holder| holder != handle));
             }
         }
         if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
