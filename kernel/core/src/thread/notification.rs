@@ -56,15 +56,27 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(waiter);
         // A thread in `VcpuRun` reads the bits itself, or fails if the notification is destroyed.
         if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
-            self.clear_timeout(waiter, thread, deadline);
-            thread.state.set(ThreadState::InGuest { vcpu });
-        } else {
-            self.clear_timeout(waiter, thread, thread.state.get().deadline());
-            thread.context.set_status(status);
-            thread.context.set_result(0, bits.take());
-            thread.state.set(ThreadState::Ready);
+            return self.end_halt(waiter, thread, (vcpu, deadline));
         }
+        self.clear_timeout(waiter, thread, thread.state.get().deadline());
+        thread.context.set_status(status);
+        thread.context.set_result(0, bits.take());
+        thread.state.set(ThreadState::Ready);
         self.enqueue_thread(waiter, thread);
+    }
+
+    /// Makes a thread runnable that was `Halted { vcpu, deadline }`, and is not the notification's
+    /// waiter any more.
+    #[inline(always)]
+    pub(crate) fn end_halt(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        (vcpu, deadline): (Handle<Vcpu<A>>, u64),
+    ) {
+        self.clear_timeout(handle, thread, deadline);
+        thread.state.set(ThreadState::InGuest { vcpu });
+        self.enqueue_thread(handle, thread);
     }
 
     /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.

@@ -99,9 +99,11 @@ impl<A: Arch> Kernel<A> {
     pub fn vcpu_notify(&self, vcpu: &Vcpu<A>) -> bool {
         let Some(name) = vcpu.runner.get() else { return false };
         let Some(runner) = self.memory.get(name) else { return false };
-        if matches!(runner.state.get(), ThreadState::Halted { .. }) {
-            self.leave_notification(runner);
-            self.end_blocking(name, Status::Ok, &Cell::new(0));
+        if let ThreadState::Halted { vcpu: halted, deadline } = runner.state.get() {
+            if let Some(notification) = self.memory.get(vcpu.notification) {
+                notification.waiter.set(None);
+            }
+            self.end_halt(name, runner, (halted, deadline));
         } else if runner.cpu != A::this_cpu() {
             A::kick(runner.cpu);
         }
