@@ -25,10 +25,14 @@ pub mod vtlb;
 
 use core::cell::Cell;
 
+use abi::Status;
 use arch::Arch;
 use object::{Irq, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
+
+/// Result of an operation that a system call may request: its failure is the caller's status.
+pub type Result<T, E = Status> = core::result::Result<T, E>;
 
 /// Maximum number of CPUs that the kernel schedules.
 pub const MAX_CPUS: usize = 64;

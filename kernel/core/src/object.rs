@@ -7,7 +7,7 @@ use abi::args::IrqSource;
 use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 
 use crate::arch::Arch;
-use crate::pool::{Factory, Frame, Handle, Object};
+use crate::pool::{Account, Factory, Frame, Handle, Object};
 use crate::sched::SchedContext;
 use crate::tree::{Keyed, Links, Tree};
 
@@ -135,7 +135,7 @@ impl<A: Arch> Keyed<ByPhysical> for MapNode<A> {
 /// Memory and I/O ports of a task or VM.
 pub struct Space<A: Arch> {
     /// Factory charged for page tables and nodes.
-    pub factory: Option<Handle<Factory>>,
+    pub factory: Account,
     /// Memory mappings, ordered by page number.
     pub memory: Tree<MapNode<A>>,
     /// Port mappings, ordered by port number.
@@ -278,7 +278,7 @@ pub struct Vcpu<A: Arch> {
     /// Notification whose events make `VcpuRun` return.
     pub notification: Handle<Notification<A>>,
     /// Factory charged for the vCPU.
-    pub factory: Option<Handle<Factory>>,
+    pub factory: Account,
     /// State page ([`abi::vcpu`]).
     pub state: Frame,
     /// Mapping of the state page in the VMM; also identifies the VMM's task.

@@ -11,9 +11,9 @@ use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Factory, Handle};
 use crate::thread::Next;
-use crate::{Kernel, count};
+use crate::{Kernel, Result, count};
 
 /// Result of a system call that did not fail.
 enum CallResult {
@@ -31,7 +31,7 @@ const LOG_BYTES: usize = 512;
 macro_rules! typed {
     ($($name:ident -> $variant:ident($object:ty);)+) => {
         $(#[inline(always)]
-        fn $name(&self, task: &Task<A>, selector: u64, right: u8) -> Result<Handle<$object>, Status> {
+        fn $name(&self, task: &Task<A>, selector: u64, right: u8) -> Result<Handle<$object>> {
             let capability = self.capability(task, selector)?;
             match capability.object {
                 ObjectRef::$variant(handle) if capability.rights & right == right => Ok(handle),
@@ -55,7 +55,7 @@ impl<A: Arch> Kernel<A> {
         vcpu_cap -> Vcpu(Vcpu<A>);
     }
 
-    fn platform(&self, task: &Task<A>, selector: u64, right: u8) -> Result<(), Status> {
+    fn platform(&self, task: &Task<A>, selector: u64, right: u8) -> Result<()> {
         let capability = self.capability(task, selector)?;
         match capability.object {
             ObjectRef::Platform if capability.rights & right == right => Ok(()),
@@ -91,7 +91,7 @@ impl<A: Arch> Kernel<A> {
         cpu: usize,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let args = args::GateCall::read(|index| thread.context.argument(index));
         let gate = self.gate_cap(self.task_of(thread)?, args.gate, rights::CALL)?;
         self.gate_call(cpu, handle, thread, gate, CallContent::Message)
@@ -102,7 +102,7 @@ impl<A: Arch> Kernel<A> {
         &'a self,
         handle: Handle<Thread<A>>,
         thread: &'a Thread<A>,
-    ) -> Result<Option<Next<'a, A>>, Status> {
+    ) -> Result<Option<Next<'a, A>>> {
         let selector = args::VcpuRun::read(|index| thread.context.argument(index)).vcpu;
         let lookup = &thread.vcpu_lookup;
         let vcpu = match self.memory.cached(lookup.vcpu.get()) {
@@ -115,7 +115,7 @@ impl<A: Arch> Kernel<A> {
 
     #[cold]
     #[inline(never)]
-    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>, Status> {
+    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>> {
         let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
         thread.vcpu_lookup.selector.set(selector);
         thread.vcpu_lookup.vcpu.set(self.memory.cache(vcpu).ok_or(Status::BadCapability)?);
@@ -123,7 +123,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(always)]
-    fn task_of(&self, thread: &Thread<A>) -> Result<&Task<A>, Status> {
+    fn task_of(&self, thread: &Thread<A>) -> Result<&Task<A>> {
         self.memory.get(thread.task).ok_or(Status::Aborted)
     }
 
@@ -167,7 +167,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    ) -> Result<CallResult> {
         let argument = |index| thread.context.argument(index);
         let set = |result| thread.context.set_result(0, result);
         match operation {
@@ -223,11 +223,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `Delegate`: one part. The progress is an argument and the result.
-    fn delegate_by_selector(
-        &self,
-        thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    fn delegate_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<CallResult> {
         const PROGRESS: usize = 4;
         let args = args::Delegate::read(|index| thread.context.argument(index));
         let item = args.item()?;
@@ -243,7 +239,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `Unmap`: one part. The progress is an argument and the result.
-    fn unmap_own(&self, thread: &Thread<A>) -> Result<CallResult, Status> {
+    fn unmap_own(&self, thread: &Thread<A>) -> Result<CallResult> {
         const PROGRESS: usize = 3;
         let args = args::Unmap::read(|index| thread.context.argument(index));
         let (item, own) = args.item()?;
@@ -257,11 +253,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `UnmapAt`: one part. The progress is an argument and the result.
-    fn unmap_at_by_selector(
-        &self,
-        thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    fn unmap_at_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<CallResult> {
         const PROGRESS: usize = 4;
         let args = args::UnmapAt::read(|index| thread.context.argument(index));
         let (item, free_tables) = args.item()?;
@@ -275,12 +267,7 @@ impl<A: Arch> Kernel<A> {
         Ok(CallResult::Done)
     }
 
-    fn target(
-        &self,
-        own: Handle<Task<A>>,
-        task: &Task<A>,
-        selector: u64,
-    ) -> Result<SpaceRef<A>, Status> {
+    fn target(&self, own: Handle<Task<A>>, task: &Task<A>, selector: u64) -> Result<SpaceRef<A>> {
         if selector == abi::ops::SELF {
             return Ok(SpaceRef::Task(own));
         }
@@ -293,12 +280,7 @@ impl<A: Arch> Kernel<A> {
         if capability.rights & rights::MAP == 0 { Err(Status::BadRights) } else { Ok(space) }
     }
 
-    fn create(
-        &self,
-        own: Handle<Task<A>>,
-        task: &Task<A>,
-        args: args::Create,
-    ) -> Result<(), Status> {
+    fn create(&self, own: Handle<Task<A>>, task: &Task<A>, args: args::Create) -> Result<()> {
         let factory = Some(self.factory_cap(task, args.factory, rights::CREATE)?);
         let new = args.object()?;
         if args.slot >= task.slots {
@@ -314,11 +296,11 @@ impl<A: Arch> Kernel<A> {
 
     fn new_object(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         own: Handle<Task<A>>,
         task: &Task<A>,
         new: NewObject,
-    ) -> Result<ObjectRef<A>, Status> {
+    ) -> Result<ObjectRef<A>> {
         let memory = &self.memory;
         Ok(match new {
             NewObject::Task { slots } => ObjectRef::Task(self.new_task(factory, slots)?),
@@ -354,7 +336,7 @@ impl<A: Arch> Kernel<A> {
         })
     }
 
-    fn bind(&self, task: &Task<A>, args: args::ThreadBind) -> Result<(), Status> {
+    fn bind(&self, task: &Task<A>, args: args::ThreadBind) -> Result<()> {
         let handle = self.thread_cap(task, args.thread, rights::CONTROL)?;
         match args.binding()? {
             Binding::SchedContext => {
@@ -372,7 +354,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    fn bind_doorbell(&self, task: &Task<A>, args: args::VmDoorbell) -> Result<(), Status> {
+    fn bind_doorbell(&self, task: &Task<A>, args: args::VmDoorbell) -> Result<()> {
         let vm = self.memory.at(self.vm_cap(task, args.vm, rights::VCPU)?);
         let doorbell = usize::try_from(args.index).ok().and_then(|index| vm.doorbells.get(index));
         let doorbell = doorbell.ok_or(Status::BadArgument)?;
@@ -387,7 +369,7 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
-    fn set_sgi_target(&self, task: &Task<A>, args: args::VmSgiTarget) -> Result<(), Status> {
+    fn set_sgi_target(&self, task: &Task<A>, args: args::VmSgiTarget) -> Result<()> {
         let vm = self.vm_cap(task, args.vm, rights::VCPU)?;
         let vcpu = self.vcpu_cap(task, args.vcpu, rights::RUN)?;
         let targets = &self.memory.at(vm).sgi_targets;
@@ -398,7 +380,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Changes a scheduling context, unless the budget is 0; returns the time used.
-    fn sched_control(&self, task: &Task<A>, args: args::SchedControl) -> Result<u64, Status> {
+    fn sched_control(&self, task: &Task<A>, args: args::SchedControl) -> Result<u64> {
         let sched = self.sched_cap(task, args.sched_context, rights::SCHEDULE)?;
         if args.budget != 0 {
             self.change_sched(sched, args.priority, args.budget, args.period)?;
@@ -411,7 +393,7 @@ impl<A: Arch> Kernel<A> {
         task: &Task<A>,
         thread: &Thread<A>,
         args: args::IrqControl,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let irq = self.memory.at(self.irq_cap(task, args.irq, rights::IRQ)?);
         match args.action()? {
             IrqAction::Bind => {
@@ -437,7 +419,7 @@ impl<A: Arch> Kernel<A> {
         task: &Task<A>,
         thread: &Thread<A>,
         args: args::PlatformControl,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let action = args.action()?;
         let right = match action {
             PlatformAction::Log => rights::LOG,
@@ -458,7 +440,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Appends `length` bytes of the thread's message page to the kernel log.
-    fn log_message(&self, thread: &Thread<A>, length: u64) -> Result<(), Status> {
+    fn log_message(&self, thread: &Thread<A>, length: u64) -> Result<()> {
         let length = length as usize;
         if length > LOG_BYTES {
             return Err(Status::Overflow);

@@ -19,11 +19,11 @@ use core::cell::Cell;
 
 use abi::Status;
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Handle};
 use crate::tree::Links;
+use crate::{Kernel, Result};
 
 mod donation;
 pub mod fastpath;
@@ -49,11 +49,11 @@ impl<A: Arch> Kernel<A> {
     /// Creates a stopped thread of `task` on `cpu` and maps its message page at `message_address`.
     pub fn new_thread(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         task: Handle<Task<A>>,
         cpu: usize,
         message_address: u64,
-    ) -> Result<Handle<Thread<A>>, Status> {
+    ) -> Result<Handle<Thread<A>>> {
         if cpu >= A::cpus() {
             return Err(Status::BadCpu);
         }
@@ -112,7 +112,7 @@ impl<A: Arch> Kernel<A> {
         ip: u64,
         sp: u64,
         argument: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(handle);
         if !matches!(thread.state.get(), ThreadState::Stopped) {
             return Err(Status::Busy);

@@ -4,11 +4,11 @@ use abi::boot::{self, BootInfo, Region, RegionKind, slot};
 use abi::bundle::{self, Header};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
 use hw_tables::elf::{self, Elf};
-use kernel_core::Kernel;
 use kernel_core::mdb::Extent;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::Handle;
 use kernel_core::sched::PRIORITIES;
+use kernel_core::{Kernel, Result};
 
 use crate::Processor;
 use crate::boot_memory::{BootMemory, FOUR_GIB};
@@ -177,7 +177,7 @@ fn map_memory<A: Processor>(
     task: Handle<Task<A>>,
     bundle: Range,
     page: &mut BootInfo,
-) -> Result<(), Status> {
+) -> Result<()> {
     const DATA: u8 = rights::READ | rights::WRITE;
     let free = resources.memory.free.as_slice().iter();
     let free = free.map(|&range| (range, RegionKind::Ram, rights::ALL));

@@ -20,16 +20,17 @@ pub mod vmcb;
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 
+use abi::ABI_VERSION;
 use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::exit::{HYPERCALL, MEMORY_FAULT};
 use abi::vcpu::x86::exit::{CPUID, PORT};
 use abi::vcpu::x86::{VcpuState, gpr, group, window};
-use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::vmcb::exit::{PAGE_FAULT, VMMCALL};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, npf, tlb_control};
+use kernel_core::Result;
 use kernel_core::object::Translation;
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Account, Frame, Memory};
 
 use crate::features::features;
 use crate::hvm::{GuestExit, Hvm, internal};
@@ -277,11 +278,7 @@ impl Hvm for Svm {
         IS_READY.load(Ordering::Acquire)
     }
 
-    fn new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        translation: Translation,
-    ) -> Result<Self, Status> {
+    fn new(memory: &Memory, factory: Account, translation: Translation) -> Result<Self> {
         let frame = memory.alloc_raw(factory, 1)?;
         let mut this = Self {
             frame,
@@ -331,12 +328,7 @@ impl Hvm for Svm {
     }
 
     #[inline(always)]
-    fn prepare_memory(
-        &self,
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: &VcpuState,
-    ) -> Result<(), Status> {
+    fn prepare_memory(&self, memory: &Memory, factory: Account, state: &VcpuState) -> Result<()> {
         match &self.paging {
             GuestPaging::Nested => {}
             GuestPaging::Shadow(shadow) => shadow.prepare(memory, factory, state)?,

@@ -4,11 +4,11 @@ use core::cell::Cell;
 
 use abi::{SHARE_OF_CPU, Status};
 
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::{Thread, ThreadState};
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Factory, Handle};
 use crate::tree::{Keyed, Links};
+use crate::{Kernel, Result};
 
 use super::refills::Refills;
 use super::{Link, PRIORITIES};
@@ -118,7 +118,7 @@ impl<A: Arch> Kernel<A> {
         budget: u64,
         period: u64,
         max_priority: u64,
-    ) -> Result<(usize, u64, u64), Status> {
+    ) -> Result<(usize, u64, u64)> {
         let period = if period == budget { 0 } else { period };
         let valid = priority < PRIORITIES as u64
             && (MIN_BUDGET_NS..=MAX_PERIOD_NS).contains(&budget)
@@ -147,11 +147,11 @@ impl<A: Arch> Kernel<A> {
     /// factory's maximum, and with `NoQuota` if the factory's share of CPU time is exceeded.
     pub fn new_sched(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         priority: u64,
         budget: u64,
         period: u64,
-    ) -> Result<Handle<SchedContext<A>>, Status> {
+    ) -> Result<Handle<SchedContext<A>>> {
         let account = self.memory.factory(factory)?;
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, account.max_priority)?;
@@ -190,7 +190,7 @@ impl<A: Arch> Kernel<A> {
         priority: u64,
         budget: u64,
         period: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let sched = self.memory.at(handle);
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, sched.max_priority)?;
@@ -237,7 +237,7 @@ impl<A: Arch> Kernel<A> {
         &self,
         thread_handle: Handle<Thread<A>>,
         handle: Handle<SchedContext<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(thread_handle);
         let sched = self.memory.at(handle);
         if thread.own_sched.get().is_some_and(|own| self.memory.get(own).is_some())

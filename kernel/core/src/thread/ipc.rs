@@ -1,10 +1,10 @@
 //! Calls through gates and their replies.
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::Handle;
 use crate::thread::Next;
+use crate::{Kernel, Result};
 use abi::Status;
 use abi::args::GateReplyWait;
 
@@ -46,7 +46,7 @@ impl<A: Arch> Kernel<A> {
         thread: &Thread<A>,
         gate: Handle<Gate<A>>,
         content: CallContent,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
         let server = gate.thread;
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
@@ -80,7 +80,7 @@ impl<A: Arch> Kernel<A> {
         gate: &Gate<A>,
         partner: &Thread<A>,
         content: CallContent,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let server = gate.thread;
         let state = partner.state.get();
         if server == handle || matches!(state, ThreadState::Stopped) {
@@ -113,7 +113,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         args: GateReplyWait,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let mut next = None;
         if let Some(caller) = thread.callers.served.get() {
             if args.replies() {
@@ -145,7 +145,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         caller: Handle<Thread<A>>,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let Some(partner) = self.memory.get(caller) else {
             thread.callers.served.set(None);
             return Ok(None);

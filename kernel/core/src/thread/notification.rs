@@ -5,10 +5,10 @@ use core::cell::Cell;
 use abi::Status;
 use abi::vcpu::doorbell;
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::Handle;
+use crate::{Kernel, Result};
 
 impl<A: Arch> Kernel<A> {
     /// Sets event bits and wakes the waiting thread.
@@ -99,7 +99,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         name: Handle<Notification<A>>,
         deadline: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(handle);
         let notification = self.memory.get(name).ok_or(Status::BadCapability)?;
         let bits = notification.bits.take();
@@ -161,7 +161,7 @@ impl<A: Arch> Kernel<A> {
         &self,
         handle: Handle<Thread<A>>,
         name: Handle<Notification<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let (thread, notification) = (self.memory.at(handle), self.memory.at(name));
         let taken = notification.thread.get().is_some_and(|t| self.memory.get(t).is_some())
             || thread.bound.get().is_some_and(|n| self.memory.get(n).is_some());
