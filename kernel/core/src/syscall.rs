@@ -15,16 +15,6 @@ use crate::pool::{Account, Factory, Handle};
 use crate::thread::Next;
 use crate::{Kernel, Result, count};
 
-/// Result of a system call that did not fail.
-enum CallResult {
-    /// Completed with status `Ok`.
-    Done,
-    /// The status has been set, or will be set when the thread resumes.
-    StatusSet,
-    /// Out of work budget: the thread repeats the system call.
-    Restart,
-}
-
 /// Maximum length of a log message, in bytes.
 const LOG_BYTES: usize = 512;
 
@@ -142,17 +132,14 @@ impl<A: Arch> Kernel<A> {
                 let args = args::GateReplyWait::read(|index| context.argument(index));
                 self.gate_reply_wait(cpu, handle, thread, args)
             }
-            Some(operation) => self
-                .task_of(thread)
-                .and_then(|task| self.dispatch(operation, handle, thread, task))
-                .map(|result| {
-                    match result {
-                        CallResult::Done => context.set_status(Status::Ok),
-                        CallResult::StatusSet => {}
-                        CallResult::Restart => context.restart(),
-                    }
-                    None
-                }),
+            Some(operation) => self.dispatch(operation, handle, thread).map(|is_done| {
+                if is_done {
+                    context.set_status(Status::Ok);
+                } else {
+                    context.restart();
+                }
+                None
+            }),
             None => Err(Status::BadOperation),
         };
         done.unwrap_or_else(|status| {
@@ -161,13 +148,15 @@ impl<A: Arch> Kernel<A> {
         })
     }
 
+    /// Executes an operation other than IPC and `VcpuRun`. `Ok(false)`: out of work budget, the
+    /// thread repeats the system call.
     fn dispatch(
         &self,
         operation: Op,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult> {
+    ) -> Result<bool> {
+        let task = self.task_of(thread)?;
         let argument = |index| thread.context.argument(index);
         let set = |result| thread.context.set_result(0, result);
         match operation {
@@ -180,8 +169,8 @@ impl<A: Arch> Kernel<A> {
             Op::NotificationWait => {
                 let args = args::NotificationWait::read(argument);
                 let notification = self.notification_cap(task, args.notification, rights::WAIT)?;
+                // If the thread blocks, it gets another status when it is woken.
                 self.notification_wait(handle, notification, args.deadline)?;
-                return Ok(CallResult::StatusSet);
             }
             Op::Create => self.create(thread.task, task, args::Create::read(argument))?,
             Op::Delegate => return self.delegate_by_selector(thread, task),
@@ -219,11 +208,11 @@ impl<A: Arch> Kernel<A> {
             Op::UnmapAt => return self.unmap_at_by_selector(thread, task),
             Op::VmSgiTarget => self.set_sgi_target(task, args::VmSgiTarget::read(argument))?,
         }
-        Ok(CallResult::Done)
+        Ok(true)
     }
 
     /// `Delegate`: one part. The progress is an argument and the result.
-    fn delegate_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<CallResult> {
+    fn delegate_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<bool> {
         const PROGRESS: usize = 4;
         let args = args::Delegate::read(|index| thread.context.argument(index));
         let item = args.item()?;
@@ -231,40 +220,40 @@ impl<A: Arch> Kernel<A> {
         let (source, destination) = (args.source, args.destination);
         let delegation = Delegation { from: thread.task, item, source, to, destination };
         let (mut done, mut budget) = (args.done, WORK);
-        if !self.delegate_part(&delegation, &mut done, &mut budget)? {
+        let is_done = self.delegate_part(&delegation, &mut done, &mut budget)?;
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
     /// `Unmap`: one part. The progress is an argument and the result.
-    fn unmap_own(&self, thread: &Thread<A>) -> Result<CallResult> {
+    fn unmap_own(&self, thread: &Thread<A>) -> Result<bool> {
         const PROGRESS: usize = 3;
         let args = args::Unmap::read(|index| thread.context.argument(index));
         let (item, own) = args.item()?;
         let (mut done, mut budget) = (args.done, WORK);
         let all = self.unmap(thread.task, (item, args.base), own, &mut done, &mut budget)?;
-        if !all || !self.reap(&mut budget) {
+        let is_done = all && self.reap(&mut budget);
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
     /// `UnmapAt`: one part. The progress is an argument and the result.
-    fn unmap_at_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<CallResult> {
+    fn unmap_at_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<bool> {
         const PROGRESS: usize = 4;
         let args = args::UnmapAt::read(|index| thread.context.argument(index));
         let (item, free_tables) = args.item()?;
         let at = self.target(thread.task, task, args.target)?;
         let (mut done, mut budget) = (args.done, WORK);
         let range = (item, args.destination, free_tables);
-        if !self.unmap_at(thread.task, at, range, &mut done, &mut budget)? {
+        let is_done = self.unmap_at(thread.task, at, range, &mut done, &mut budget)?;
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
     fn target(&self, own: Handle<Task<A>>, task: &Task<A>, selector: u64) -> Result<SpaceRef<A>> {

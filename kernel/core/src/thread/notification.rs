@@ -93,7 +93,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// `NotificationWait`.
+    /// `NotificationWait`, whose status is `Ok` unless the thread blocks.
     pub fn notification_wait(
         &self,
         handle: Handle<Thread<A>>,
@@ -105,7 +105,6 @@ impl<A: Arch> Kernel<A> {
         let bits = notification.bits.take();
         thread.context.set_result(0, bits);
         if bits != 0 {
-            thread.context.set_status(Status::Ok);
             return Ok(());
         }
         if deadline == 0 || deadline <= A::now() {
