@@ -159,7 +159,7 @@ pub fn load_space(
     task: Handle<Task<Arm64>>,
     space: &Space<Arm64>,
 ) {
-    kernel.enter_space(cpu_index, task);
+    kernel.cpus[cpu_index].space.set(Some(task));
     load_table(kernel.memory.physical(space.root));
 }
 

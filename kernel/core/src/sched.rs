@@ -44,7 +44,7 @@ pub struct Cpu<A: Arch> {
     pub current: Link<Thread<A>>,
     /// Scheduling context that `current` runs on.
     pub sched: Link<SchedContext<A>>,
-    /// Task whose address space is loaded.
+    /// Task whose address space is loaded. The CPU that sets it loads the root table at once.
     pub space: Link<Task<A>>,
     /// Reschedule before returning to user mode.
     pub resched: Cell<bool>,

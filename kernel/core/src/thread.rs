@@ -187,7 +187,7 @@ impl<A: Arch> Kernel<A> {
             self.cpus[thread.cpu].current.set(None);
             self.cpus[thread.cpu].resched.set(true);
             A::shootdown(1 << thread.cpu);
-            self.clear_loaded_space(thread.cpu);
+            self.cpus[thread.cpu].space.set(None);
         }
     }
 

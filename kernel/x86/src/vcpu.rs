@@ -85,7 +85,7 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
         // The next task to run then loads its address space, which clears TSC_AUX
         // (`X86::load_space`).
         X86::flush_local();
-        kernel.clear_loaded_space(cpu_index);
+        kernel.cpus[cpu_index].space.set(None);
     }
     let owner = &local.owner;
     if owner.vcpu() == vcpu.handle.get() {

@@ -130,7 +130,7 @@ impl<A: Arch> Kernel<A> {
             // The CPU must leave the guest before the processor structures are freed.
             if runner.cpu != A::this_cpu() {
                 A::shootdown(1 << runner.cpu);
-                self.clear_loaded_space(runner.cpu);
+                self.cpus[runner.cpu].space.set(None);
             }
             if matches!(runner.state.get(), ThreadState::Halted { .. }) {
                 self.end_wait(name, runner);
