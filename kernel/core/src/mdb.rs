@@ -154,6 +154,11 @@ impl<A: Arch> Kernel<A> {
         if slot.get().is_some() { Err(Status::Busy) } else { Ok(slot) }
     }
 
+    /// Task that is not being destroyed. Fails with `Aborted`.
+    pub(crate) fn living_task(&self, task: Handle<Task<A>>) -> Result<&Task<A>> {
+        self.memory.get(task).filter(|task| !task.space.dying.get()).ok_or(Status::Aborted)
+    }
+
     fn cap_count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
         let memory = &self.memory;
         Some(match object {
@@ -179,10 +184,7 @@ impl<A: Arch> Kernel<A> {
         rights: u8,
         parent: Option<Handle<MapNode<A>>>,
     ) -> Result<()> {
-        let owner = self.memory.get(task).ok_or(Status::Aborted)?;
-        if owner.space.dying.get() {
-            return Err(Status::Aborted);
-        }
+        let owner = self.living_task(task)?;
         let slot = self.free_slot(owner, selector)?;
         let count = self.cap_count(object).ok_or(Status::BadCapability)?;
         let node = self.new_node(
@@ -443,10 +445,7 @@ impl<A: Arch> Kernel<A> {
         frame: Frame,
         write: bool,
     ) -> Result<Handle<MapNode<A>>> {
-        let owner = self.memory.get(task).ok_or(Status::Aborted)?;
-        if owner.space.dying.get() {
-            return Err(Status::Aborted);
-        }
+        let owner = self.living_task(task)?;
         let page = address >> abi::PAGE_SHIFT;
         if address & (abi::PAGE_SIZE - 1) != 0 || page >= USER_PAGES {
             return Err(Status::BadArgument);

@@ -117,9 +117,7 @@ impl<A: Arch> Kernel<A> {
         if !matches!(thread.state.get(), ThreadState::Stopped) {
             return Err(Status::Busy);
         }
-        if self.memory.get(thread.task).is_none_or(|task| task.space.dying.get()) {
-            return Err(Status::Aborted);
-        }
+        self.living_task(thread.task)?;
         if ip >= abi::USER_END || sp > abi::USER_END {
             return Err(Status::BadArgument);
         }
