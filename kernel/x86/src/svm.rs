@@ -54,13 +54,6 @@ pub(crate) fn is_tcg() -> bool {
     IS_TCG.load(Ordering::Relaxed)
 }
 
-/// Host state of a CPU for VMRUN and VMSAVE.
-#[repr(C, align(4096))]
-struct HostPages {
-    hsave: [u8; 4096],
-    state: [u8; 4096],
-}
-
 /// State of SVM on a CPU.
 pub struct Local {
     /// Physical address of the page for host state (VMSAVE).
@@ -250,7 +243,8 @@ impl Svm {
 impl Hvm for Svm {
     type Local = Local;
     const LOCAL: Local = Local { host_state: Cell::new(0), asids: Asids::new() };
-    const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
+    /// The host save area, which VMRUN uses, and a page for VMSAVE.
+    const HOST_FRAMES: u32 = 2;
 
     fn init() {
         if features().svm {
@@ -261,7 +255,7 @@ impl Hvm for Svm {
     }
 
     fn init_cpu(local: &Local, host: u64) {
-        local.host_state.set(host + core::mem::offset_of!(HostPages, state) as u64);
+        local.host_state.set(host + abi::PAGE_SIZE);
         // SAFETY: the CPU has SVM (`is_ready`); the host save area is a frame for this use only.
         unsafe {
             if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
@@ -270,7 +264,7 @@ impl Hvm for Svm {
                 return;
             }
             wrmsr(msr::EFER, rdmsr(msr::EFER) | msr::efer::SVME);
-            wrmsr(msr::VM_HSAVE_PA, host + core::mem::offset_of!(HostPages, hsave) as u64);
+            wrmsr(msr::VM_HSAVE_PA, host);
         }
     }
 
