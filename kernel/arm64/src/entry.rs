@@ -179,7 +179,7 @@ global_asm!(
     "3:",
     "mov x0, x1",
     "mrs x1, far_el2",
-    alternative!("bl {exception}", "bl {exception_without_vhe}"),
+    "bl {exception}",
     "b leave_kernel",
     // While a guest runs: its exceptions, where EL1 is AArch64 and where it is AArch32.
     ".balign 2048",
@@ -404,7 +404,6 @@ global_asm!(
     system_call = sym handlers::system_call_handler,
     interrupt = sym handlers::interrupt_handler,
     exception = sym handlers::exception_handler,
-    exception_without_vhe = sym handlers::exception_handler_without_vhe,
     tables_of_task = const cpu::TASK_TABLES,
     tables_of_guest = const cpu::GUEST_TABLES,
     registers_of_guest = const cpu::GUEST_REGISTERS,
