@@ -109,7 +109,7 @@ fn main() -> ExitCode {
         ["ladder"] => hosted_with(hosted::ladder),
         ["ladder", "--counted"] => hosted_with(|kernel| ladder::counted(&kernel)),
         ["ladder", "--quick"] => hosted_with(hosted::small_ladder),
-        [part] => measure_consolidation(part),
+        [part] => measure_part(part),
         _ => Err(anyhow::anyhow!("what is to be measured?")),
     };
     match result {
@@ -127,9 +127,7 @@ fn measure() -> Result<()> {
     let description = runs::guest_description(&ram_disk, "", Clock::Tsc);
     let kernel = runs::guest_kernel(&description)?;
 
-    let exits = repeat("micro-guest", || runs::system(EXITS_SYSTEM))?;
-    let channel = repeat("two guests with a channel", || runs::system(CHANNEL_SYSTEM))?;
-    let gate = repeat("gate call", || runs::system(GATE_SYSTEM))?;
+    let mut figures = micro_figures()?;
     let bare = repeat("Linux on the bare machine", || runs::bare(&kernel, &ram_disk))?;
     let guest = repeat("Linux in a virtual machine", || runs::system(&description))?;
     println!("running Linux in a virtual machine, with kvmclock");
@@ -139,15 +137,6 @@ fn measure() -> Result<()> {
     let boot_statistics = VmStatistics::read(&boot.log)?;
     let statistics = VmStatistics::read(&first(&guest)?.log)?.since(&boot_statistics);
 
-    // One VM exit and one entry per operation.
-    let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
-    figures.extend(exit_figures(NO_EXITS, Some(0.0), &exits)?);
-    figures.extend(exit_figures(CHANNELS, None, &channel)?);
-    let gate_title = "gate call + reply, two tasks, one CPU";
-    figures.push(instructions("gate_call_reply", gate_title, "gate_call_reply", &gate)?);
-    let longest = repeat("hostile program", || runs::measured(LONGEST_SYSTEM))?;
-    let longest_title = "longest path with interrupts disabled, hostile program";
-    figures.push(instructions("kernel_max", longest_title, "kernel_max", &longest)?);
     let rows = print_guest(&bare, &guest)?;
     figures.extend(guest_figures(&bare, &guest, &statistics)?);
     let memory_title = "memory taken for one VM beyond guest memory";
@@ -179,18 +168,38 @@ fn measure() -> Result<()> {
     Ok(())
 }
 
+/// Measures the micro-guests and the kernel's paths, without Linux.
+fn micro_figures() -> Result<Vec<Figure>> {
+    let exits = repeat("micro-guest", || runs::system(EXITS_SYSTEM))?;
+    let channel = repeat("two guests with a channel", || runs::system(CHANNEL_SYSTEM))?;
+    let gate = repeat("gate call", || runs::system(GATE_SYSTEM))?;
+    // One VM exit and one entry per operation.
+    let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
+    figures.extend(exit_figures(NO_EXITS, Some(0.0), &exits)?);
+    figures.extend(exit_figures(CHANNELS, None, &channel)?);
+    let gate_title = "gate call + reply, two tasks, one CPU";
+    figures.push(instructions("gate_call_reply", gate_title, "gate_call_reply", &gate)?);
+    let longest = repeat("hostile program", || runs::measured(LONGEST_SYSTEM))?;
+    let longest_title = "longest path with interrupts disabled, hostile program";
+    figures.push(instructions("kernel_max", longest_title, "kernel_max", &longest)?);
+    Ok(figures)
+}
+
 /// Measures hosted VMs with the pre-virtualized kernel.
 fn hosted_with(measure: impl FnOnce(PathBuf) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     measure(previrt::kernel(&[])?)
 }
 
-/// Measures only one part of [`Consolidation`] and stores nothing.
-fn measure_consolidation(part: &str) -> Result<()> {
+/// Measures only the micro-guests, or one part of [`Consolidation`], and stores nothing.
+fn measure_part(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
-    let figures = Consolidation::new()?.figures(part)?;
+    let figures = match part {
+        "micro" => micro_figures()?,
+        _ => Consolidation::new()?.figures(part)?,
+    };
     if figures.is_empty() {
-        bail!("no part `{part}`: ipi, disk, net, many, previrt, hosted, tools");
+        bail!("no part `{part}`: micro, ipi, disk, net, many, previrt, hosted, tools");
     }
     report::print(&figures);
     Ok(())

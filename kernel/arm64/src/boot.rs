@@ -219,11 +219,13 @@ fn continue_boot(machine: &'static mut Machine) -> ! {
             None => LOG.port().remove(),
         }
     }
-    // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
+    // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again, and the only
+    // reference to the description is passed on.
     unsafe {
         let index = cpu::create(cpu::affinity());
         asm!("mov sp, {}", "mov x29, xzr", "bl {}", "brk #1",
-            in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack, options(noreturn));
+            in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack,
+            in("x0") &raw mut *machine, options(noreturn));
     }
 }
 
@@ -332,9 +334,7 @@ fn remove_identity_map() {
     unsafe { asm!("dsb ish", "tlbi alle2is", "dsb ish", "isb", options(nostack)) };
 }
 
-extern "C" fn continue_on_own_stack() -> ! {
-    // SAFETY: `boot_main` never returns, so this is the only reference.
-    let machine = unsafe { &mut *MACHINE.0.get() };
+extern "C" fn continue_on_own_stack(machine: &'static mut Machine) -> ! {
     let listed = machine.affinities[..machine.listed_cpus].iter();
     let Some(place) = listed.clone().position(|&affinity| affinity == cpu::affinity()) else {
         panic!("the device tree does not list the CPU with affinity {:#x}", cpu::affinity());

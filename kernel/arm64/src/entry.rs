@@ -26,6 +26,19 @@ use crate::context::{ThreadContext, UserRegisters};
 use crate::vcpu::virqs;
 use crate::{alternative, cpu, fastpath, memory, run};
 
+/// Stores or loads of the registers from x4 to x29, in pairs, at their places in the saved ones.
+macro_rules! further_registers {
+    ($instruction:literal) => {
+        further_registers!($instruction: x4 x5 32, x6 x7 48, x8 x9 64, x10 x11 80, x12 x13 96,
+            x14 x15 112, x16 x17 128, x18 x19 144, x20 x21 160, x22 x23 176, x24 x25 192,
+            x26 x27 208, x28 x29 224)
+    };
+    ($instruction:literal: $($first:ident $second:ident $at:literal),+) => {
+        concat!($($instruction, " ", stringify!($first), ", ", stringify!($second), ", [sp, #",
+            $at, "]\n"),+)
+    };
+}
+
 global_asm!(
     ".macro save_registers stack",
     "stp x0, x1, [sp]",
@@ -36,19 +49,7 @@ global_asm!(
     // the given register. x3 is the word after the stack pointer: of a guest the ticks that the CPU
     // has waited in its place.
     ".macro save_further stack, syndrome=x1",
-    "stp x4, x5, [sp, #32]",
-    "stp x6, x7, [sp, #48]",
-    "stp x8, x9, [sp, #64]",
-    "stp x10, x11, [sp, #80]",
-    "stp x12, x13, [sp, #96]",
-    "stp x14, x15, [sp, #112]",
-    "stp x16, x17, [sp, #128]",
-    "stp x18, x19, [sp, #144]",
-    "stp x20, x21, [sp, #160]",
-    "stp x22, x23, [sp, #176]",
-    "stp x24, x25, [sp, #192]",
-    "stp x26, x27, [sp, #208]",
-    "stp x28, x29, [sp, #224]",
+    further_registers!("stp"),
     "mrs x2, sp_el0",
     "mrs x3, elr_el2",
     "mrs x4, spsr_el2",
@@ -89,19 +90,7 @@ global_asm!(
     "ldp x30, x4, [sp, #240]",
     "msr tpidr_el0, x3",
     "msr sp_el0, x4",
-    "ldp x4, x5, [sp, #32]",
-    "ldp x6, x7, [sp, #48]",
-    "ldp x8, x9, [sp, #64]",
-    "ldp x10, x11, [sp, #80]",
-    "ldp x12, x13, [sp, #96]",
-    "ldp x14, x15, [sp, #112]",
-    "ldp x16, x17, [sp, #128]",
-    "ldp x18, x19, [sp, #144]",
-    "ldp x20, x21, [sp, #160]",
-    "ldp x22, x23, [sp, #176]",
-    "ldp x24, x25, [sp, #192]",
-    "ldp x26, x27, [sp, #208]",
-    "ldp x28, x29, [sp, #224]",
+    further_registers!("ldp"),
     "ldp x2, x3, [sp, #16]",
     "ldp x0, x1, [sp]",
     ".endm",
@@ -179,7 +168,7 @@ global_asm!(
     "3:",
     "mov x0, x1",
     "mrs x1, far_el2",
-    alternative!("bl {exception}", "bl {exception_without_vhe}"),
+    "bl {exception}",
     "b leave_kernel",
     // While a guest runs: its exceptions, where EL1 is AArch64 and where it is AArch32.
     ".balign 2048",
@@ -404,7 +393,6 @@ global_asm!(
     system_call = sym handlers::system_call_handler,
     interrupt = sym handlers::interrupt_handler,
     exception = sym handlers::exception_handler,
-    exception_without_vhe = sym handlers::exception_handler_without_vhe,
     tables_of_task = const cpu::TASK_TABLES,
     tables_of_guest = const cpu::GUEST_TABLES,
     registers_of_guest = const cpu::GUEST_REGISTERS,

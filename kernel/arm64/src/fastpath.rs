@@ -6,12 +6,13 @@ use abi::Op;
 use kernel_core::Kernel;
 use kernel_core::object::Thread;
 use kernel_core::pool::Handle;
+use kernel_run::Processor as _;
 use kernel_run::lock::{lock, unlock};
 
 use crate::context::ThreadContext;
 use crate::entry::handlers::handle_system_call;
 use crate::entry::leave_to;
-use crate::{Arm64, cpu, run};
+use crate::{Arm64, cpu};
 
 /// Highest number of an operation with a fast path, for the entry code.
 pub const LAST_IPC: u64 = Op::GateReplyWait as u64;
@@ -51,7 +52,7 @@ pub extern "C" fn fast_ipc_handler(context: *const ThreadContext) -> ! {
     };
     // The timer is armed for the CPU's deadline, which the switch has not changed.
     if kernel.cpus[cpu_index].space.get() != Some(next.thread.task) {
-        run::load_space(&kernel, cpu_index, next.thread.task, next.space);
+        Arm64::load_space(&kernel, cpu_index, next.thread.task, next.space);
     }
     let context = &raw const next.thread.context;
     unlock(kernel);

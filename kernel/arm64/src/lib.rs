@@ -50,5 +50,5 @@ pub use format::has_vhe;
 pub use io::has_vhe;
 
 /// The AArch64 architecture.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub struct Arm64;

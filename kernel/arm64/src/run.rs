@@ -151,18 +151,6 @@ fn load_table(root: u64) {
     }
 }
 
-/// Loads the address space `space` of `task`.
-#[inline(always)]
-pub fn load_space(
-    kernel: &Kernel<Arm64>,
-    cpu_index: usize,
-    task: Handle<Task<Arm64>>,
-    space: &Space<Arm64>,
-) {
-    kernel.enter_space(cpu_index, task);
-    load_table(kernel.memory.physical(space.root));
-}
-
 /// Without VHE: loads the tables of the current thread's task again, and returns whether they are
 /// others. The processor begins with what the first entry of the root refers to, and there is
 /// nothing before the task's first mapping.
@@ -336,7 +324,8 @@ unsafe impl Processor for Arm64 {
         task: Handle<Task<Self>>,
         space: &Space<Self>,
     ) {
-        load_space(kernel, cpu_index, task, space);
+        kernel.cpus[cpu_index].space.set(Some(task));
+        load_table(kernel.memory.physical(space.root));
     }
 
     #[inline(always)]

@@ -34,9 +34,9 @@ use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::arch::ArchVcpu;
 use kernel_core::object::{Space, Thread, ThreadState, Translation, Vcpu, Vm};
-use kernel_core::pool::{Cached, Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Account, Cached, Frame, Handle, Memory};
 use kernel_core::table::Format;
-use kernel_core::{Kernel, count};
+use kernel_core::{Kernel, Result, count};
 use kernel_run::exit::ReturnToUser;
 use kernel_run::lock::{lock, unlock};
 
@@ -74,10 +74,10 @@ pub struct VcpuFrames {
 impl ArchVcpu for VcpuFrames {
     fn new(
         memory: &Memory,
-        _factory: Option<Handle<Factory>>,
+        _factory: Account,
         state: Frame,
         translation: Translation,
-    ) -> Result<Self, Status> {
+    ) -> Result<Self> {
         if translation != Translation::Nested {
             return Err(Status::Unsupported);
         }

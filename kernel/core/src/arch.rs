@@ -5,9 +5,10 @@ use core::sync::atomic::AtomicU64;
 use abi::Status;
 use abi::args::IrqSource;
 
+use crate::Result;
 use crate::mdb::Extent;
 use crate::object::{Irq, Translation, Vcpu};
-use crate::pool::{Factory, Frame, Handle, Memory};
+use crate::pool::{Account, Frame, Memory};
 use crate::table::Format;
 
 /// User registers of a thread, as the entry path saves them.
@@ -35,10 +36,10 @@ pub trait ArchVcpu: Clone + 'static {
     /// Allocates the structures of a vCPU whose state page is `state`.
     fn new(
         memory: &Memory,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         state: Frame,
         translation: Translation,
-    ) -> Result<Self, Status>;
+    ) -> Result<Self>;
     /// Frees the structures of a vCPU that is not running.
     fn free(&self, memory: &Memory);
     /// Records that the scheduler preempted the vCPU's thread while it was in the guest.
@@ -47,7 +48,7 @@ pub trait ArchVcpu: Clone + 'static {
 
 /// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
 /// held, on the CPU that it concerns.
-pub trait Arch: Copy + PartialEq + 'static {
+pub trait Arch: Copy + Default + PartialEq + 'static {
     /// User registers.
     type Context: Context;
     /// Page-table format of tasks.

@@ -25,10 +25,14 @@ pub mod vtlb;
 
 use core::cell::Cell;
 
+use abi::Status;
 use arch::Arch;
 use object::{Irq, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
+
+/// Result of an operation that a system call may request: its failure is the caller's status.
+pub type Result<T, E = Status> = core::result::Result<T, E>;
 
 /// Maximum number of CPUs that the kernel schedules.
 pub const MAX_CPUS: usize = 64;
@@ -112,18 +116,6 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Records that the CPU has no task's address space loaded any more.
-    pub fn clear_loaded_space(&self, cpu: usize) {
-        self.cpus[cpu].space.set(None);
-    }
-
-    /// Records a task's address space as loaded on a CPU. The caller must load its root table at
-    /// once.
-    #[inline(always)]
-    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) {
-        self.cpus[cpu].space.set(Some(handle));
-    }
-
     /// Executes the TLB flushes that were requested ([`table::Flush`]) during this kernel entry.
     #[cold]
     #[inline(never)]
@@ -131,14 +123,14 @@ impl<A: Arch> Kernel<A> {
         let cpus = self.flush.take();
         if cpus & 1 << cpu != 0 {
             A::flush_local();
-            self.clear_loaded_space(cpu);
+            self.cpus[cpu].space.set(None);
         }
         let others = cpus & !(1 << cpu);
         if others != 0 {
             count(&self.counters.shootdowns);
             A::shootdown(others);
             for other in (0..MAX_CPUS).filter(|other| others & 1 << other != 0) {
-                self.clear_loaded_space(other);
+                self.cpus[other].space.set(None);
             }
         }
     }

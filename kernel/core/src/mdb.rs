@@ -18,12 +18,12 @@ use core::sync::atomic::Ordering;
 
 use abi::{ItemKind, Status, rights};
 
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::*;
-use crate::pool::{Factory, Frame, Handle, Memory};
+use crate::pool::{Account, Frame, Handle, Memory};
 use crate::table::{self, Access};
 use crate::tree::{Links, Tree};
+use crate::{Kernel, Result};
 
 pub use delegation::Delegation;
 
@@ -54,7 +54,7 @@ const USER_PAGES: u64 = (abi::USER_END >> abi::PAGE_SHIFT) - 1;
 /// Page tables in kernel memory, charged to one factory.
 struct KernelTables<'a> {
     memory: &'a Memory,
-    factory: Option<Handle<Factory>>,
+    factory: Account,
 }
 
 impl table::Tables for KernelTables<'_> {
@@ -75,7 +75,7 @@ impl table::Tables for KernelTables<'_> {
             word.store(entry(offset as u64), Ordering::Relaxed);
         }
     }
-    fn alloc(&self) -> Result<u64, Status> {
+    fn alloc(&self) -> Result<u64> {
         Ok(self.memory.physical(self.memory.alloc_raw(self.factory, 1)?))
     }
     fn free(&self, table: u64) {
@@ -84,7 +84,7 @@ impl table::Tables for KernelTables<'_> {
 }
 
 impl<A: Arch> Space<A> {
-    fn new(factory: Option<Handle<Factory>>, root: Frame) -> Self {
+    fn new(factory: Account, root: Frame) -> Self {
         Self {
             factory,
             memory: Tree::new(),
@@ -131,7 +131,7 @@ impl<A: Arch> Kernel<A> {
 
     /// The capability at a selector.
     #[inline(always)]
-    pub fn capability(&self, task: &Task<A>, selector: u64) -> Result<Capability<A>, Status> {
+    pub fn capability(&self, task: &Task<A>, selector: u64) -> Result<Capability<A>> {
         self.slot(task, selector).and_then(Cell::get).ok_or(Status::BadCapability)
     }
 
@@ -141,7 +141,7 @@ impl<A: Arch> Kernel<A> {
         &'a self,
         task: &'a Task<A>,
         selector: u64,
-    ) -> Result<&'a Cell<Option<Capability<A>>>, Status> {
+    ) -> Result<&'a Cell<Option<Capability<A>>>> {
         if selector >= task.slots {
             return Err(Status::BadArgument);
         }
@@ -152,6 +152,11 @@ impl<A: Arch> Kernel<A> {
         }
         let slot = self.slot(task, selector).ok_or(Status::BadArgument)?;
         if slot.get().is_some() { Err(Status::Busy) } else { Ok(slot) }
+    }
+
+    /// Task that is not being destroyed. Fails with `Aborted`.
+    pub(crate) fn living_task(&self, task: Handle<Task<A>>) -> Result<&Task<A>> {
+        self.memory.get(task).filter(|task| !task.space.dying.get()).ok_or(Status::Aborted)
     }
 
     fn cap_count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
@@ -178,11 +183,8 @@ impl<A: Arch> Kernel<A> {
         object: ObjectRef<A>,
         rights: u8,
         parent: Option<Handle<MapNode<A>>>,
-    ) -> Result<(), Status> {
-        let owner = self.memory.get(task).ok_or(Status::Aborted)?;
-        if owner.space.dying.get() {
-            return Err(Status::Aborted);
-        }
+    ) -> Result<()> {
+        let owner = self.living_task(task)?;
         let slot = self.free_slot(owner, selector)?;
         let count = self.cap_count(object).ok_or(Status::BadCapability)?;
         let node = self.new_node(
@@ -217,12 +219,12 @@ impl<A: Arch> Kernel<A> {
     fn new_node(
         &self,
         space: SpaceRef<A>,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         extent: Extent,
         rights: u8,
         device: bool,
         parent: Option<Handle<MapNode<A>>>,
-    ) -> Result<Handle<MapNode<A>>, Status> {
+    ) -> Result<Handle<MapNode<A>>> {
         let above = parent.map(|parent| self.memory.at(parent));
         let depth = above.map_or(0, |above| above.depth + 1);
         if depth > MAX_DEPTH {
@@ -242,8 +244,8 @@ impl<A: Arch> Kernel<A> {
                 depth,
                 parent: Cell::new(parent),
                 children: Tree::new(),
-                siblings: Links::new(),
-                links: Links::new(),
+                siblings: Links::default(),
+                links: Links::default(),
             },
         )?;
         if let Some(above) = above {
@@ -281,7 +283,7 @@ impl<A: Arch> Kernel<A> {
         rights: u8,
         device: bool,
         parent: Option<Handle<MapNode<A>>>,
-    ) -> Result<Handle<MapNode<A>>, Status> {
+    ) -> Result<Handle<MapNode<A>>> {
         let space = self.space(to).ok_or(Status::Aborted)?;
         let handle = self.new_node(to, space.factory, extent, rights, device, parent)?;
         let written = match extent.kind {
@@ -303,7 +305,7 @@ impl<A: Arch> Kernel<A> {
         extent: Extent,
         rights: u8,
         device: bool,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let tables = space.tables(&self.memory);
         let root = self.memory.physical(space.root);
         let physical = extent.physical << abi::PAGE_SHIFT;
@@ -319,7 +321,7 @@ impl<A: Arch> Kernel<A> {
         in_format!(to, map(&tables, root, page, physical, order, access))
     }
 
-    fn open_ports(&self, to: SpaceRef<A>, space: &Space<A>, extent: Extent) -> Result<(), Status> {
+    fn open_ports(&self, to: SpaceRef<A>, space: &Space<A>, extent: Extent) -> Result<()> {
         let frames = match to {
             SpaceRef::Task(_) => A::PORT_FRAMES,
             SpaceRef::Vm(_) => A::GUEST_PORT_FRAMES,
@@ -442,11 +444,8 @@ impl<A: Arch> Kernel<A> {
         address: u64,
         frame: Frame,
         write: bool,
-    ) -> Result<Handle<MapNode<A>>, Status> {
-        let owner = self.memory.get(task).ok_or(Status::Aborted)?;
-        if owner.space.dying.get() {
-            return Err(Status::Aborted);
-        }
+    ) -> Result<Handle<MapNode<A>>> {
+        let owner = self.living_task(task)?;
         let page = address >> abi::PAGE_SHIFT;
         if address & (abi::PAGE_SIZE - 1) != 0 || page >= USER_PAGES {
             return Err(Status::BadArgument);

@@ -7,7 +7,7 @@ use abi::args::IrqSource;
 use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 
 use crate::arch::Arch;
-use crate::pool::{Factory, Frame, Handle, Object};
+use crate::pool::{Account, Factory, Frame, Handle, Object};
 use crate::sched::SchedContext;
 use crate::tree::{Keyed, Links, Tree};
 
@@ -135,7 +135,7 @@ impl<A: Arch> Keyed<ByPhysical> for MapNode<A> {
 /// Memory and I/O ports of a task or VM.
 pub struct Space<A: Arch> {
     /// Factory charged for page tables and nodes.
-    pub factory: Option<Handle<Factory>>,
+    pub factory: Account,
     /// Memory mappings, ordered by page number.
     pub memory: Tree<MapNode<A>>,
     /// Port mappings, ordered by port number.
@@ -226,7 +226,8 @@ pub struct Gate<A: Arch> {
     pub badge: u64,
 }
 
-/// Notification: 64 sticky event bits.
+/// Notification: 64 sticky event bits. By default, it has no events, and nothing waits for it.
+#[derive(Default)]
 pub struct Notification<A: Arch> {
     /// Number of capabilities to this notification.
     pub caps: Cell<u32>,
@@ -238,19 +239,6 @@ pub struct Notification<A: Arch> {
     pub thread: Link<Thread<A>>,
     /// vCPU bound to it.
     pub vcpu: Link<Vcpu<A>>,
-}
-
-impl<A: Arch> Notification<A> {
-    /// A notification without events that nothing waits for.
-    pub(crate) const fn new() -> Self {
-        Self {
-            caps: Cell::new(0),
-            bits: Cell::new(0),
-            waiter: Cell::new(None),
-            thread: Cell::new(None),
-            vcpu: Cell::new(None),
-        }
-    }
 }
 
 /// Number of a hardware interrupt object, below [`crate::MAX_IRQS`]. The architecture maps it to
@@ -290,7 +278,7 @@ pub struct Vcpu<A: Arch> {
     /// Notification whose events make `VcpuRun` return.
     pub notification: Handle<Notification<A>>,
     /// Factory charged for the vCPU.
-    pub factory: Option<Handle<Factory>>,
+    pub factory: Account,
     /// State page ([`abi::vcpu`]).
     pub state: Frame,
     /// Mapping of the state page in the VMM; also identifies the VMM's task.

@@ -27,7 +27,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::{PAGE_SHIFT, Status};
 
-pub use factory::Factory;
+use crate::Result;
+pub use factory::{Account, Factory};
 pub use handle::Handle;
 
 mod factory;
@@ -72,6 +73,11 @@ impl<T> Cached<T> {
     pub const NONE: Self = Self { object: core::ptr::null(), destroyed_count: 0 };
 }
 
+impl<T> Default for Cached<T> {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
 impl<T> Clone for Cached<T> {
     fn clone(&self) -> Self {
         *self
@@ -93,7 +99,7 @@ struct FrameInfo {
     free: Cell<u16>,
     next: Cell<u32>,
     prev: Cell<u32>,
-    owner: Cell<Option<Handle<Factory>>>,
+    owner: Cell<Account>,
 }
 
 #[repr(C, align(16))]
@@ -251,7 +257,7 @@ impl Memory {
         self.info(frame).owner.get().and_then(|handle| self.get(handle)).unwrap_or(&self.root)
     }
 
-    pub(crate) fn factory(&self, factory: Option<Handle<Factory>>) -> Result<&Factory, Status> {
+    pub(crate) fn factory(&self, factory: Account) -> Result<&Factory> {
         match factory {
             None => Ok(&self.root),
             Some(handle) => self.get(handle).ok_or(Status::BadCapability),
@@ -323,11 +329,7 @@ impl Memory {
     }
 
     /// Allocates an object, charged to `factory` (`None`: the root factory).
-    pub fn alloc<T: Object>(
-        &self,
-        factory: Option<Handle<Factory>>,
-        value: T,
-    ) -> Result<Handle<T>, Status> {
+    pub fn alloc<T: Object>(&self, factory: Account, value: T) -> Result<Handle<T>> {
         const {
             assert!(size_of::<Slot<T>>() <= FRAME);
             assert!((T::CLASS as usize) < CLASSES);

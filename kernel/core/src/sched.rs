@@ -44,7 +44,7 @@ pub struct Cpu<A: Arch> {
     pub current: Link<Thread<A>>,
     /// Scheduling context that `current` runs on.
     pub sched: Link<SchedContext<A>>,
-    /// Task whose address space is loaded.
+    /// Task whose address space is loaded. The CPU that sets it loads the root table at once.
     pub space: Link<Task<A>>,
     /// Reschedule before returning to user mode.
     pub resched: Cell<bool>,
@@ -121,8 +121,8 @@ impl<A: Arch> Kernel<A> {
             self.deplete(handle, sched);
             return;
         }
-        self.push(handle, false);
         let cpu = &self.cpus[sched.cpu.get()];
+        self.push(cpu, (handle, sched), false);
         match cpu.sched.get().and_then(|running| self.memory.get(running)) {
             // One that may wait must not be left waiting.
             Some(running) if running.priority.get() > sched.priority.get() && !cpu.waits.get() => {}
@@ -153,7 +153,7 @@ impl<A: Arch> Kernel<A> {
         sched.account_run();
         sched.replenish(now);
         if sched.remaining.get() != 0 {
-            self.push(handle, false);
+            self.push(&self.cpus[sched.cpu.get()], (handle, sched), false);
         } else if !self.revert_depleted_donation(handle, sched) {
             self.deplete(handle, sched);
         }
@@ -256,7 +256,7 @@ impl<A: Arch> Kernel<A> {
             if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
             } else if runnable.is_some() {
-                self.push(handle, true);
+                self.push(cpu, (handle, sched), true);
             }
         }
         cpu.current.set(None);

@@ -11,19 +11,9 @@ use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Factory, Handle};
 use crate::thread::Next;
-use crate::{Kernel, count};
-
-/// Result of a system call that did not fail.
-enum CallResult {
-    /// Completed with status `Ok`.
-    Done,
-    /// The status has been set, or will be set when the thread resumes.
-    StatusSet,
-    /// Out of work budget: the thread repeats the system call.
-    Restart,
-}
+use crate::{Kernel, Result, count};
 
 /// Maximum length of a log message, in bytes.
 const LOG_BYTES: usize = 512;
@@ -31,7 +21,7 @@ const LOG_BYTES: usize = 512;
 macro_rules! typed {
     ($($name:ident -> $variant:ident($object:ty);)+) => {
         $(#[inline(always)]
-        fn $name(&self, task: &Task<A>, selector: u64, right: u8) -> Result<Handle<$object>, Status> {
+        fn $name(&self, task: &Task<A>, selector: u64, right: u8) -> Result<Handle<$object>> {
             let capability = self.capability(task, selector)?;
             match capability.object {
                 ObjectRef::$variant(handle) if capability.rights & right == right => Ok(handle),
@@ -55,7 +45,7 @@ impl<A: Arch> Kernel<A> {
         vcpu_cap -> Vcpu(Vcpu<A>);
     }
 
-    fn platform(&self, task: &Task<A>, selector: u64, right: u8) -> Result<(), Status> {
+    fn platform(&self, task: &Task<A>, selector: u64, right: u8) -> Result<()> {
         let capability = self.capability(task, selector)?;
         match capability.object {
             ObjectRef::Platform if capability.rights & right == right => Ok(()),
@@ -91,7 +81,7 @@ impl<A: Arch> Kernel<A> {
         cpu: usize,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let args = args::GateCall::read(|index| thread.context.argument(index));
         let gate = self.gate_cap(self.task_of(thread)?, args.gate, rights::CALL)?;
         self.gate_call(cpu, handle, thread, gate, CallContent::Message)
@@ -102,7 +92,7 @@ impl<A: Arch> Kernel<A> {
         &'a self,
         handle: Handle<Thread<A>>,
         thread: &'a Thread<A>,
-    ) -> Result<Option<Next<'a, A>>, Status> {
+    ) -> Result<Option<Next<'a, A>>> {
         let selector = args::VcpuRun::read(|index| thread.context.argument(index)).vcpu;
         let lookup = &thread.vcpu_lookup;
         let vcpu = match self.memory.cached(lookup.vcpu.get()) {
@@ -115,7 +105,7 @@ impl<A: Arch> Kernel<A> {
 
     #[cold]
     #[inline(never)]
-    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>, Status> {
+    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>> {
         let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
         thread.vcpu_lookup.selector.set(selector);
         thread.vcpu_lookup.vcpu.set(self.memory.cache(vcpu).ok_or(Status::BadCapability)?);
@@ -123,7 +113,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(always)]
-    fn task_of(&self, thread: &Thread<A>) -> Result<&Task<A>, Status> {
+    fn task_of(&self, thread: &Thread<A>) -> Result<&Task<A>> {
         self.memory.get(thread.task).ok_or(Status::Aborted)
     }
 
@@ -142,17 +132,14 @@ impl<A: Arch> Kernel<A> {
                 let args = args::GateReplyWait::read(|index| context.argument(index));
                 self.gate_reply_wait(cpu, handle, thread, args)
             }
-            Some(operation) => self
-                .task_of(thread)
-                .and_then(|task| self.dispatch(operation, handle, thread, task))
-                .map(|result| {
-                    match result {
-                        CallResult::Done => context.set_status(Status::Ok),
-                        CallResult::StatusSet => {}
-                        CallResult::Restart => context.restart(),
-                    }
-                    None
-                }),
+            Some(operation) => self.dispatch(operation, handle, thread).map(|is_done| {
+                if is_done {
+                    context.set_status(Status::Ok);
+                } else {
+                    context.restart();
+                }
+                None
+            }),
             None => Err(Status::BadOperation),
         };
         done.unwrap_or_else(|status| {
@@ -161,13 +148,15 @@ impl<A: Arch> Kernel<A> {
         })
     }
 
+    /// Executes an operation other than IPC and `VcpuRun`. `Ok(false)`: out of work budget, the
+    /// thread repeats the system call.
     fn dispatch(
         &self,
         operation: Op,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    ) -> Result<bool> {
+        let task = self.task_of(thread)?;
         let argument = |index| thread.context.argument(index);
         let set = |result| thread.context.set_result(0, result);
         match operation {
@@ -180,8 +169,8 @@ impl<A: Arch> Kernel<A> {
             Op::NotificationWait => {
                 let args = args::NotificationWait::read(argument);
                 let notification = self.notification_cap(task, args.notification, rights::WAIT)?;
+                // If the thread blocks, it gets another status when it is woken.
                 self.notification_wait(handle, notification, args.deadline)?;
-                return Ok(CallResult::StatusSet);
             }
             Op::Create => self.create(thread.task, task, args::Create::read(argument))?,
             Op::Delegate => return self.delegate_by_selector(thread, task),
@@ -219,15 +208,11 @@ impl<A: Arch> Kernel<A> {
             Op::UnmapAt => return self.unmap_at_by_selector(thread, task),
             Op::VmSgiTarget => self.set_sgi_target(task, args::VmSgiTarget::read(argument))?,
         }
-        Ok(CallResult::Done)
+        Ok(true)
     }
 
     /// `Delegate`: one part. The progress is an argument and the result.
-    fn delegate_by_selector(
-        &self,
-        thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    fn delegate_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<bool> {
         const PROGRESS: usize = 4;
         let args = args::Delegate::read(|index| thread.context.argument(index));
         let item = args.item()?;
@@ -235,52 +220,43 @@ impl<A: Arch> Kernel<A> {
         let (source, destination) = (args.source, args.destination);
         let delegation = Delegation { from: thread.task, item, source, to, destination };
         let (mut done, mut budget) = (args.done, WORK);
-        if !self.delegate_part(&delegation, &mut done, &mut budget)? {
+        let is_done = self.delegate_part(&delegation, &mut done, &mut budget)?;
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
     /// `Unmap`: one part. The progress is an argument and the result.
-    fn unmap_own(&self, thread: &Thread<A>) -> Result<CallResult, Status> {
+    fn unmap_own(&self, thread: &Thread<A>) -> Result<bool> {
         const PROGRESS: usize = 3;
         let args = args::Unmap::read(|index| thread.context.argument(index));
         let (item, own) = args.item()?;
         let (mut done, mut budget) = (args.done, WORK);
         let all = self.unmap(thread.task, (item, args.base), own, &mut done, &mut budget)?;
-        if !all || !self.reap(&mut budget) {
+        let is_done = all && self.reap(&mut budget);
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
     /// `UnmapAt`: one part. The progress is an argument and the result.
-    fn unmap_at_by_selector(
-        &self,
-        thread: &Thread<A>,
-        task: &Task<A>,
-    ) -> Result<CallResult, Status> {
+    fn unmap_at_by_selector(&self, thread: &Thread<A>, task: &Task<A>) -> Result<bool> {
         const PROGRESS: usize = 4;
         let args = args::UnmapAt::read(|index| thread.context.argument(index));
         let (item, free_tables) = args.item()?;
         let at = self.target(thread.task, task, args.target)?;
         let (mut done, mut budget) = (args.done, WORK);
         let range = (item, args.destination, free_tables);
-        if !self.unmap_at(thread.task, at, range, &mut done, &mut budget)? {
+        let is_done = self.unmap_at(thread.task, at, range, &mut done, &mut budget)?;
+        if !is_done {
             thread.context.set_result(PROGRESS, done);
-            return Ok(CallResult::Restart);
         }
-        Ok(CallResult::Done)
+        Ok(is_done)
     }
 
-    fn target(
-        &self,
-        own: Handle<Task<A>>,
-        task: &Task<A>,
-        selector: u64,
-    ) -> Result<SpaceRef<A>, Status> {
+    fn target(&self, own: Handle<Task<A>>, task: &Task<A>, selector: u64) -> Result<SpaceRef<A>> {
         if selector == abi::ops::SELF {
             return Ok(SpaceRef::Task(own));
         }
@@ -293,12 +269,7 @@ impl<A: Arch> Kernel<A> {
         if capability.rights & rights::MAP == 0 { Err(Status::BadRights) } else { Ok(space) }
     }
 
-    fn create(
-        &self,
-        own: Handle<Task<A>>,
-        task: &Task<A>,
-        args: args::Create,
-    ) -> Result<(), Status> {
+    fn create(&self, own: Handle<Task<A>>, task: &Task<A>, args: args::Create) -> Result<()> {
         let factory = Some(self.factory_cap(task, args.factory, rights::CREATE)?);
         let new = args.object()?;
         if args.slot >= task.slots {
@@ -314,11 +285,11 @@ impl<A: Arch> Kernel<A> {
 
     fn new_object(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         own: Handle<Task<A>>,
         task: &Task<A>,
         new: NewObject,
-    ) -> Result<ObjectRef<A>, Status> {
+    ) -> Result<ObjectRef<A>> {
         let memory = &self.memory;
         Ok(match new {
             NewObject::Task { slots } => ObjectRef::Task(self.new_task(factory, slots)?),
@@ -332,7 +303,7 @@ impl<A: Arch> Kernel<A> {
                 ObjectRef::Gate(memory.alloc(factory, gate)?)
             }
             NewObject::Notification => {
-                ObjectRef::Notification(memory.alloc(factory, Notification::new())?)
+                ObjectRef::Notification(memory.alloc(factory, Notification::default())?)
             }
             NewObject::Irq { platform, gsi, flags } => {
                 self.platform(task, platform, rights::MAKE_IRQ)?;
@@ -354,7 +325,7 @@ impl<A: Arch> Kernel<A> {
         })
     }
 
-    fn bind(&self, task: &Task<A>, args: args::ThreadBind) -> Result<(), Status> {
+    fn bind(&self, task: &Task<A>, args: args::ThreadBind) -> Result<()> {
         let handle = self.thread_cap(task, args.thread, rights::CONTROL)?;
         match args.binding()? {
             Binding::SchedContext => {
@@ -372,7 +343,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    fn bind_doorbell(&self, task: &Task<A>, args: args::VmDoorbell) -> Result<(), Status> {
+    fn bind_doorbell(&self, task: &Task<A>, args: args::VmDoorbell) -> Result<()> {
         let vm = self.memory.at(self.vm_cap(task, args.vm, rights::VCPU)?);
         let doorbell = usize::try_from(args.index).ok().and_then(|index| vm.doorbells.get(index));
         let doorbell = doorbell.ok_or(Status::BadArgument)?;
@@ -387,7 +358,7 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
-    fn set_sgi_target(&self, task: &Task<A>, args: args::VmSgiTarget) -> Result<(), Status> {
+    fn set_sgi_target(&self, task: &Task<A>, args: args::VmSgiTarget) -> Result<()> {
         let vm = self.vm_cap(task, args.vm, rights::VCPU)?;
         let vcpu = self.vcpu_cap(task, args.vcpu, rights::RUN)?;
         let targets = &self.memory.at(vm).sgi_targets;
@@ -398,7 +369,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Changes a scheduling context, unless the budget is 0; returns the time used.
-    fn sched_control(&self, task: &Task<A>, args: args::SchedControl) -> Result<u64, Status> {
+    fn sched_control(&self, task: &Task<A>, args: args::SchedControl) -> Result<u64> {
         let sched = self.sched_cap(task, args.sched_context, rights::SCHEDULE)?;
         if args.budget != 0 {
             self.change_sched(sched, args.priority, args.budget, args.period)?;
@@ -411,7 +382,7 @@ impl<A: Arch> Kernel<A> {
         task: &Task<A>,
         thread: &Thread<A>,
         args: args::IrqControl,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let irq = self.memory.at(self.irq_cap(task, args.irq, rights::IRQ)?);
         match args.action()? {
             IrqAction::Bind => {
@@ -437,7 +408,7 @@ impl<A: Arch> Kernel<A> {
         task: &Task<A>,
         thread: &Thread<A>,
         args: args::PlatformControl,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let action = args.action()?;
         let right = match action {
             PlatformAction::Log => rights::LOG,
@@ -458,7 +429,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Appends `length` bytes of the thread's message page to the kernel log.
-    fn log_message(&self, thread: &Thread<A>, length: u64) -> Result<(), Status> {
+    fn log_message(&self, thread: &Thread<A>, length: u64) -> Result<()> {
         let length = length as usize;
         if length > LOG_BYTES {
             return Err(Status::Overflow);

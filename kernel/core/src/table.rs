@@ -6,6 +6,7 @@
 
 use abi::Status;
 
+use crate::Result;
 /// Index bits per level.
 const LEVEL_BITS: u32 = 9;
 
@@ -63,7 +64,7 @@ pub trait Tables {
         }
     }
     /// Allocates a zeroed table.
-    fn alloc(&self) -> Result<u64, Status>;
+    fn alloc(&self) -> Result<u64>;
     /// Frees a table. A page-table walker may still use it until the TLB flush.
     fn free(&self, table: u64);
 }
@@ -114,7 +115,7 @@ pub fn map<F: Format>(
     physical: u64,
     order: u8,
     access: Access,
-) -> Result<(), Status> {
+) -> Result<()> {
     let (level, entries) = shape::<F>(order);
     let size = abi::PAGE_SIZE << (level * LEVEL_BITS);
     // All tables first, then all entries: an entry is usable by other CPUs as soon as it is
@@ -178,8 +179,8 @@ fn for_each_table(
     page: u64,
     level: u32,
     entries: u64,
-    mut visit: impl FnMut(u64, u64, u64) -> Result<(), Status>,
-) -> Result<(), Status> {
+    mut visit: impl FnMut(u64, u64, u64) -> Result<()>,
+) -> Result<()> {
     let mut done = 0;
     while done < entries {
         // The entries from here to the end of this table.
@@ -213,7 +214,7 @@ fn walk<F: Format>(
     page: u64,
     level: u32,
     make: bool,
-) -> Result<u64, Status> {
+) -> Result<u64> {
     let mut table = root;
     for at in (level + 1..=F::ROOT_LEVEL).rev() {
         let slot = index(page, at);

@@ -148,7 +148,7 @@ impl Format for Invented {
 }
 
 /// The architecture of the tests.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub struct Fake;
 
 impl ArchVcpu for Frame {
@@ -676,7 +676,7 @@ impl World {
 
     /// Creates a notification; also returns its selector in the first task.
     pub fn notification(&mut self) -> (Handle<Notification<Fake>>, u64) {
-        let handle = self.kernel.memory.alloc(Some(self.factory), Notification::new()).unwrap();
+        let handle = self.kernel.memory.alloc(Some(self.factory), Notification::default()).unwrap();
         (handle, self.insert_cap(ObjectRef::Notification(handle)))
     }
 

@@ -19,11 +19,11 @@ use core::cell::Cell;
 
 use abi::Status;
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
-use crate::pool::{Cached, Factory, Handle};
+use crate::pool::{Account, Handle};
 use crate::tree::Links;
+use crate::{Kernel, Result};
 
 mod donation;
 pub mod fastpath;
@@ -49,11 +49,11 @@ impl<A: Arch> Kernel<A> {
     /// Creates a stopped thread of `task` on `cpu` and maps its message page at `message_address`.
     pub fn new_thread(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         task: Handle<Task<A>>,
         cpu: usize,
         message_address: u64,
-    ) -> Result<Handle<Thread<A>>, Status> {
+    ) -> Result<Handle<Thread<A>>> {
         if cpu >= A::cpus() {
             return Err(Status::BadCpu);
         }
@@ -77,16 +77,16 @@ impl<A: Arch> Kernel<A> {
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
                     donor: Cell::new(None),
-                    callers: Callers::new(),
-                    queue: ListLinks::new(),
+                    callers: Callers::default(),
+                    queue: ListLinks::default(),
                     fault: Cell::new([0; 4]),
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
-                    task_lookup: Cell::new(Cached::NONE),
-                    gate_lookup: GateLookup::new(),
-                    caller_lookup: Cell::new(Cached::NONE),
-                    vcpu_lookup: VcpuLookup::new(),
-                    timeout: Links::new(),
+                    task_lookup: Cell::default(),
+                    gate_lookup: GateLookup::default(),
+                    caller_lookup: Cell::default(),
+                    vcpu_lookup: VcpuLookup::default(),
+                    timeout: Links::default(),
                     stopping: Cell::new(Stopping::No),
                     stopping_next: Cell::new(None),
                     siblings: ListLinks {
@@ -112,14 +112,12 @@ impl<A: Arch> Kernel<A> {
         ip: u64,
         sp: u64,
         argument: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(handle);
         if !matches!(thread.state.get(), ThreadState::Stopped) {
             return Err(Status::Busy);
         }
-        if self.memory.get(thread.task).is_none_or(|task| task.space.dying.get()) {
-            return Err(Status::Aborted);
-        }
+        self.living_task(thread.task)?;
         if ip >= abi::USER_END || sp > abi::USER_END {
             return Err(Status::BadArgument);
         }
@@ -146,8 +144,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Sets a waiting or stopped state and dequeues the thread's scheduling context.
-    fn block(&self, handle: Handle<Thread<A>>, state: ThreadState<A>) {
-        let thread = self.memory.at(handle);
+    fn block(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, state: ThreadState<A>) {
         thread.state.set(state);
         if let Some(sched) = thread.sched.get() {
             self.dequeue(sched);
@@ -163,31 +160,18 @@ impl<A: Arch> Kernel<A> {
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         let state = thread.state.get();
-        match state {
-            ThreadState::Stopped
-            | ThreadState::Ready
-            | ThreadState::Receiving
-            | ThreadState::InGuest { .. } => {}
-            ThreadState::Blocked { .. } | ThreadState::Halted { .. } => {
-                self.end_wait(handle, thread);
-            }
-            ThreadState::Sending { server, .. } => {
-                if let Some(partner) = self.memory.get(server) {
-                    self.dequeue_caller(partner, handle);
-                }
-            }
-            ThreadState::AwaitingReply { server, .. } => {
-                if let Some(partner) = self.memory.get(server)
-                    && partner.callers.served.get() == Some(handle)
-                {
-                    partner.callers.served.set(None);
-                }
+        self.end_wait(handle, thread);
+        if let Some(partner) = state.server().and_then(|server| self.memory.get(server)) {
+            if matches!(state, ThreadState::Sending { .. }) {
+                self.dequeue_caller(partner, handle);
+            } else if partner.callers.served.get() == Some(handle) {
+                partner.callers.served.set(None);
             }
         }
         if let Some(vcpu) = state.vcpu().and_then(|vcpu| self.memory.get(vcpu)) {
             vcpu.runner.set(None);
         }
-        self.block(handle, ThreadState::Stopped);
+        self.block(handle, thread, ThreadState::Stopped);
         if let Some(server) = state.server() {
             self.reclaim_donation(handle, server);
         }
@@ -201,7 +185,7 @@ impl<A: Arch> Kernel<A> {
             self.cpus[thread.cpu].current.set(None);
             self.cpus[thread.cpu].resched.set(true);
             A::shootdown(1 << thread.cpu);
-            self.clear_loaded_space(thread.cpu);
+            self.cpus[thread.cpu].space.set(None);
         }
     }
 
@@ -242,6 +226,7 @@ impl<A: Arch> Kernel<A> {
 
     /// Ends the call of `caller`, which is no longer linked to the server. A thread whose call
     /// reports a fault is stopped.
+    #[inline(never)]
     fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
         self.return_donation(self.memory.at(server), caller);
@@ -251,7 +236,7 @@ impl<A: Arch> Kernel<A> {
                 | ThreadState::AwaitingReply { content: CallContent::Fault, .. }
         );
         if faulted {
-            self.block(caller, ThreadState::Stopped);
+            self.block(caller, thread, ThreadState::Stopped);
             self.defer_abort_calls(caller, thread);
             return;
         }
@@ -286,12 +271,8 @@ impl<A: Arch> Kernel<A> {
         for sched in [thread.sched.take(), thread.own_sched.take()].into_iter().flatten() {
             self.dequeue(sched);
             if let Some(sched) = self.memory.get(sched) {
-                if sched.owner.get() == Some(handle) {
-                    sched.owner.set(None);
-                }
-                if sched.holder.get() == Some(handle) {
-                    sched.holder.set(None);
-                }
+                sched.owner.set(sched.owner.get().filter(|&owner| owner != handle));
+                sched.holder.set(sched.holder.get().filter(|&holder| holder != handle));
             }
         }
         if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {

@@ -17,9 +17,9 @@ pub struct Links<T> {
     right: Cell<Option<Handle<T>>>,
 }
 
-impl<T> Links<T> {
-    /// Links of an object that is in no tree.
-    pub(crate) const fn new() -> Self {
+/// Links of an object that is in no tree.
+impl<T> Default for Links<T> {
+    fn default() -> Self {
         Self { left: Cell::new(None), right: Cell::new(None) }
     }
 }
@@ -64,28 +64,28 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
 
     /// Inserts an element.
     pub fn insert(&self, memory: &Memory, handle: Handle<T>) {
-        let key = memory.at(handle).key(handle);
-        let rank = priority(handle);
+        let new = memory.at(handle);
+        let (key, rank) = (new.key(handle), priority(handle));
         let mut place = &self.root;
         while let Some(next) = place.get()
             && priority(next) > rank
         {
-            let links = memory.at(next).links();
-            place = if key < memory.at(next).key(next) { &links.left } else { &links.right };
+            let above = memory.at(next);
+            let links = above.links();
+            place = if key < above.key(next) { &links.left } else { &links.right };
         }
         // Split the subtree at this position by the new key into the new element's children.
         let mut rest = place.replace(Some(handle));
-        let links = memory.at(handle).links();
-        let (mut less, mut more) = (&links.left, &links.right);
+        let (mut less, mut more) = (&new.links().left, &new.links().right);
         while let Some(next) = rest {
-            let links = memory.at(next).links();
-            if memory.at(next).key(next) < key {
+            let below = memory.at(next);
+            if below.key(next) < key {
                 less.set(Some(next));
-                less = &links.right;
+                less = &below.links().right;
                 rest = less.get();
             } else {
                 more.set(Some(next));
-                more = &links.left;
+                more = &below.links().left;
                 rest = more.get();
             }
         }
@@ -95,20 +95,21 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
 
     /// Removes an element of this tree.
     pub fn remove(&self, memory: &Memory, handle: Handle<T>) {
-        let key = memory.at(handle).key(handle);
+        let old = memory.at(handle);
+        let key = old.key(handle);
         let mut place = &self.root;
         while let Some(next) = place.get()
             && next != handle
         {
-            let links = memory.at(next).links();
-            place = if key < memory.at(next).key(next) { &links.left } else { &links.right };
+            let above = memory.at(next);
+            let links = above.links();
+            place = if key < above.key(next) { &links.left } else { &links.right };
         }
         if place.get().is_none() {
             return;
         }
         // Merge the element's children into its position.
-        let links = memory.at(handle).links();
-        let (mut left, mut right) = (links.left.take(), links.right.take());
+        let (mut left, mut right) = (old.links().left.take(), old.links().right.take());
         loop {
             match (left, right) {
                 (Some(a), Some(b)) if priority(a) > priority(b) => {
@@ -235,7 +236,7 @@ mod tests {
             let key = seed >> 54;
             if seed >> 20 & 1 == 0 {
                 model.entry(key).or_insert_with(|| {
-                    let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+                    let handle = memory.alloc(None, Item { key, links: Links::default() }).unwrap();
                     tree.insert(&memory, handle);
                     handle
                 });
@@ -257,7 +258,7 @@ mod tests {
         let memory = testing::memory(256);
         let tree = Tree::<Item>::new();
         for key in 0..4096 {
-            let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+            let handle = memory.alloc(None, Item { key, links: Links::default() }).unwrap();
             tree.insert(&memory, handle);
         }
         assert!(tree.depth(&memory) < 48);

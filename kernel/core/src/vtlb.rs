@@ -360,9 +360,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
         of.source.set(source);
         of.is_split.set(host == 0);
         match known {
-            Some(_) if self.options.get().sync && host != 0 => {
-                self.sync(root);
-            }
+            Some(_) if self.options.get().sync && host != 0 => self.sync(root),
             Some(_) => self.clear(root),
             None => {}
         }

@@ -4,11 +4,11 @@ use abi::boot::{self, BootInfo, Region, RegionKind, slot};
 use abi::bundle::{self, Header};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
 use hw_tables::elf::{self, Elf};
-use kernel_core::Kernel;
 use kernel_core::mdb::Extent;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::Handle;
 use kernel_core::sched::PRIORITIES;
+use kernel_core::{Kernel, Result};
 
 use crate::Processor;
 use crate::boot_memory::{BootMemory, FOUR_GIB};
@@ -23,6 +23,9 @@ const ROOT_PRIORITY: u64 = 48;
 /// Root may assign every priority.
 const MAX_PRIORITY: u64 = PRIORITIES as u64 - 1;
 const ROOT_SLICE_NS: u64 = 10_000_000;
+
+/// Rights to memory that root does not execute.
+const DATA: u8 = rights::READ | rights::WRITE;
 
 /// Reason why root cannot be started, for the log.
 type RootError = &'static str;
@@ -64,10 +67,10 @@ pub fn start<A: Processor>(
     let factory = memory.new_factory(None, available, MAX_PRIORITY, 0).map_err(quota)?;
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
-    load(kernel, resources.memory, task, file, &elf)?;
-    let (pages, rights) = (boot::ROOT_STACK_PAGES, rights::READ | rights::WRITE);
-    let bottom = boot::ROOT_STACK_TOP - pages * PAGE_SIZE;
-    new_pages(kernel, resources.memory, task, bottom, pages, rights)?;
+    let mut image = Image { kernel, memory: resources.memory, task };
+    image.load(&elf)?;
+    let bottom = boot::ROOT_STACK_TOP - boot::ROOT_STACK_PAGES * PAGE_SIZE;
+    image.new_pages(bottom, boot::ROOT_STACK_PAGES, DATA)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
     let sched = kernel.new_sched(payer, ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
@@ -114,60 +117,54 @@ fn root_file<A: Processor>(bundle: Range) -> Result<&'static [u8], RootError> {
     Ok(&bytes[file.offset as usize..(file.offset + file.length) as usize])
 }
 
-/// Maps new zeroed pages in root; returns their kernel virtual address.
-fn new_pages<A: Processor>(
-    kernel: &Kernel<A>,
-    memory: &mut BootMemory,
+/// Root's executable and stack, while they are loaded.
+struct Image<'a, A: Processor> {
+    kernel: &'a Kernel<A>,
+    memory: &'a mut BootMemory,
     task: Handle<Task<A>>,
-    address: u64,
-    pages: u64,
-    rights: u8,
-) -> Result<*mut u8, RootError> {
-    let length = pages * PAGE_SIZE;
-    let physical = memory
-        .allocate(length, PAGE_SIZE, FOUR_GIB)
-        .ok_or("not enough memory below 4 GiB for `root`")?;
-    // SAFETY: boot allocated the range; the direct map includes it.
-    unsafe { A::direct(physical).write_bytes(0, length as usize) };
-    for page in 0..pages {
-        let extent = Extent {
-            kind: ItemKind::Memory,
-            base: (address >> PAGE_SHIFT) + page,
-            physical: (physical >> PAGE_SHIFT) + page,
-            order: 0,
-        };
-        kernel
-            .add_mapping(SpaceRef::Task(task), extent, rights, false, None)
-            .map_err(|_| "segments of `root` overlap or exceed kernel memory")?;
-    }
-    Ok(A::direct(physical))
 }
 
-fn load<A: Processor>(
-    kernel: &Kernel<A>,
-    memory: &mut BootMemory,
-    task: Handle<Task<A>>,
-    file: &[u8],
-    elf: &Elf,
-) -> Result<(), RootError> {
-    for segment in elf.segments() {
-        let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
-        if range.end < range.base || range.end >= abi::USER_END {
-            return Err("a segment of `root` is not at user addresses");
+impl<A: Processor> Image<'_, A> {
+    /// Maps new zeroed pages; returns their kernel virtual address.
+    fn new_pages(&mut self, address: u64, pages: u64, rights: u8) -> Result<*mut u8, RootError> {
+        let length = pages * PAGE_SIZE;
+        let physical = self
+            .memory
+            .allocate(length, PAGE_SIZE, FOUR_GIB)
+            .ok_or("not enough memory below 4 GiB for `root`")?;
+        // SAFETY: boot allocated the range; the direct map includes it.
+        unsafe { A::direct(physical).write_bytes(0, length as usize) };
+        for page in 0..pages {
+            let (base, physical) =
+                ((address >> PAGE_SHIFT) + page, (physical >> PAGE_SHIFT) + page);
+            let extent = Extent { kind: ItemKind::Memory, base, physical, order: 0 };
+            self.kernel
+                .add_mapping(SpaceRef::Task(self.task), extent, rights, false, None)
+                .map_err(|_| "segments of `root` overlap or exceed kernel memory")?;
         }
-        let whole = range.outward();
-        let mut rights = rights::READ;
-        rights |= if segment.writable() { rights::WRITE } else { 0 };
-        rights |= if segment.executable() { rights::EXECUTE } else { 0 };
-        let pages = whole.length() / PAGE_SIZE;
-        let to = new_pages(kernel, memory, task, whole.base, pages, rights)?;
-        let data = elf.data(&segment);
-        debug_assert!(data.len() <= file.len());
-        let offset = (range.base - whole.base) as usize;
-        // SAFETY: the file part is not longer than the segment, whose pages have just been mapped.
-        unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
+        Ok(A::direct(physical))
     }
-    Ok(())
+
+    /// Loads the segments of the executable.
+    fn load(&mut self, elf: &Elf) -> Result<(), RootError> {
+        for segment in elf.segments() {
+            let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
+            if range.end < range.base || range.end >= abi::USER_END {
+                return Err("a segment of `root` is not at user addresses");
+            }
+            let whole = range.outward();
+            let mut rights = rights::READ;
+            rights |= if segment.writable() { rights::WRITE } else { 0 };
+            rights |= if segment.executable() { rights::EXECUTE } else { 0 };
+            let to = self.new_pages(whole.base, whole.length() / PAGE_SIZE, rights)?;
+            let data = elf.data(&segment);
+            let offset = (range.base - whole.base) as usize;
+            // SAFETY: the file part is not longer than the segment, whose pages have just been
+            // mapped.
+            unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
+        }
+        Ok(())
+    }
 }
 
 /// Maps all remaining memory in root, as naturally aligned blocks, and lists it in the boot page.
@@ -177,8 +174,7 @@ fn map_memory<A: Processor>(
     task: Handle<Task<A>>,
     bundle: Range,
     page: &mut BootInfo,
-) -> Result<(), Status> {
-    const DATA: u8 = rights::READ | rights::WRITE;
+) -> Result<()> {
     let free = resources.memory.free.as_slice().iter();
     let free = free.map(|&range| (range, RegionKind::Ram, rights::ALL));
     let devices = resources.devices.iter().map(|&range| (range, RegionKind::Device, DATA));

@@ -16,9 +16,9 @@ use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
 use hw_tables::acpi::{Fadt, Madt, MadtEntry, Tables, apic_flag, find_rsdp};
 use hw_tables::{multiboot2, pvh};
-use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
+use kernel_run::boot_memory::{BootMemory, FOUR_GIB, normalise};
 use kernel_run::command_line;
-use kernel_run::ranges::{Range, RangeSet};
+use kernel_run::ranges::Range;
 
 global_asm!(
     include_str!("boot.s"),
@@ -64,16 +64,17 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
     machine.bundle =
         pvh::Module::list(modules).next().map(|module| Range::sized(module.address, module.size));
     let map = list(info.memory_map, info.memory_ranges, pvh::MemoryRange::LENGTH);
-    machine.memory = usable(normalise(DIRECT_MAP_LENGTH, || {
-        pvh::MemoryRange::list(map)
-            .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
-    }));
+    machine.memory =
+        usable(|| pvh::MemoryRange::list(map).map(|entry| (entry.address, entry.size, entry.kind)));
     Some(Range::default())
 }
 
-/// Memory of this RAM, except for the first 64 KiB, where memory maps are not always accurate and
-/// where CPUs start.
-fn usable(ram: RangeSet<MAX_RAM>) -> BootMemory {
+/// RAM of a memory map, whose entries are base, length and kind, except for the first 64 KiB, where
+/// memory maps are not always accurate and where CPUs start.
+fn usable<I: Iterator<Item = (u64, u64, u32)>>(map: impl Fn() -> I) -> BootMemory {
+    let ram = normalise(DIRECT_MAP_LENGTH, || {
+        map().map(|(base, length, kind)| (Range::sized(base, length), kind == pvh::memory::RAM))
+    });
     BootMemory::new(ram, Range::new(0, 0x1_0000))
 }
 
@@ -86,10 +87,8 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
     machine.command_line.set(info.command_line().unwrap_or(&[]));
     machine.bundle =
         info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
-    machine.memory = usable(normalise(DIRECT_MAP_LENGTH, || {
-        info.memory_map()
-            .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
-    }));
+    machine.memory =
+        usable(|| info.memory_map().map(|entry| (entry.address, entry.size, entry.kind)));
     // The RSDP is a copy in the boot information, which must therefore be preserved.
     machine.rsdp = info.rsdp().map_or(0, |copy| copy.as_ptr() as u64 - memory::DIRECT_MAP);
     Some(Range::sized(information, length as u64))
@@ -111,14 +110,14 @@ fn search_rsdp() -> u64 {
 extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     // SAFETY: this runs once, on the first CPU, and passes on the only reference.
     let machine = unsafe { &mut *MACHINE.0.get() };
-    let preserved = match magic {
-        pvh::MAGIC => read_pvh(machine, information as u64),
-        multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
-        _ => None,
+    let (loader, preserved) = match magic {
+        pvh::MAGIC => ("PVH", read_pvh(machine, information as u64)),
+        multiboot2::LOADER_MAGIC => ("multiboot2", read_multiboot2(machine, information as u64)),
+        _ => ("an unknown loader", None),
     };
     LOG.port().init(machine.command_line.option("log"));
     panic::init(machine.command_line.option("panic"));
-    log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
+    log!("Parador {}, booted by {loader}", env!("CARGO_PKG_VERSION"));
     let Some(preserved) = preserved else {
         panic!("invalid boot information (loader magic {magic:#x}, address {information:#x})")
     };
@@ -133,19 +132,13 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
         panic!("not enough memory below 4 GiB for the kernel's page tables: {status:?}");
     }
     idt::init(&entry::INTERRUPT_STUBS, crate::machine_check::entry);
-    // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
+    // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again, and the only
+    // reference to the description is passed on.
     unsafe {
         let index = cpu::create(initial_apic_id());
         asm!("mov rsp, {}", "xor ebp, ebp", "call {}", "ud2",
-            in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack, options(noreturn));
-    }
-}
-
-fn loader_name(magic: u32) -> &'static str {
-    match magic {
-        pvh::MAGIC => "PVH",
-        multiboot2::LOADER_MAGIC => "multiboot2",
-        _ => "an unknown loader",
+            in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack,
+            in("rdi") &raw mut *machine, options(noreturn));
     }
 }
 
@@ -264,9 +257,7 @@ fn find_pm_timer(rsdp: u64) -> Option<u16> {
     Fadt::parse(tables.find(Fadt::SIGNATURE)?).ok()?.pm_timer()?.port()
 }
 
-extern "C" fn continue_on_own_stack() -> ! {
-    // SAFETY: `boot_main` never returns, so this is the only reference.
-    let machine = unsafe { &mut *MACHINE.0.get() };
+extern "C" fn continue_on_own_stack(machine: &'static mut Machine) -> ! {
     // SAFETY: the first CPU, once; its area exists.
     unsafe { cpu::activate(0) };
     let have = features();

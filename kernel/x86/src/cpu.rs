@@ -37,8 +37,9 @@ pub mod selector {
 }
 
 const AREA_LENGTH: u64 = 0x2_0000;
-const KERNEL_STACK: (u64, u64) = (0x1000, 0x5000);
-const EXCEPTION_STACKS: [(u64, u64); 3] = [(0x6000, 0x8000), (0x9000, 0xb000), (0xc000, 0xe000)];
+/// Start and end of the stacks in an area: the kernel's, then those of exceptions.
+const STACKS: [(u64, u64); 4] =
+    [(0x1000, 0x5000), (0x6000, 0x8000), (0x9000, 0xb000), (0xc000, 0xe000)];
 const PER_CPU: u64 = 0x1_0000;
 
 /// Address of the area of CPU `index`.
@@ -120,12 +121,21 @@ fn per_cpu(index: usize) -> *mut PerCpu {
 
 /// Maps the area of CPU `index` in the new tables.
 pub fn map_area(tables: &KernelTables, index: usize) -> Result<(), Status> {
-    let [first, second, third] = EXCEPTION_STACKS;
-    for (start, end) in [KERNEL_STACK, first, second, third] {
+    for (start, end) in STACKS {
         tables.map_new(area(index) + start, (end - start) / PAGE_SIZE)?;
     }
     let pages = (size_of::<PerCpu>() as u64).div_ceil(PAGE_SIZE);
     tables.map_new(area(index) + PER_CPU, pages)
+}
+
+/// Task state of CPU `index`, with its kernel and exception stacks.
+fn task_state(index: usize) -> TaskState {
+    let mut state = TaskState::new();
+    state.rsp[0] = kernel_stack_top(index);
+    for (number, (_, end)) in STACKS[1..].iter().enumerate() {
+        state.ist[number] = area(index) + end;
+    }
+    state
 }
 
 /// Initialises the area of the next CPU and returns its index.
@@ -135,19 +145,12 @@ pub fn map_area(tables: &KernelTables, index: usize) -> Result<(), Status> {
 pub unsafe fn create(apic_id: u32) -> usize {
     let index = CREATED.load(Ordering::Relaxed);
     let this = per_cpu(index);
-    let stack_top = area(index) + KERNEL_STACK.1;
-    let mut state = TaskState::new();
-    state.rsp[0] = stack_top;
-    for (index, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
-        state.ist[index] = area(index) + end;
-    }
-    let task_state =
-        descriptor::task_state(this as u64 + offset_of!(PerCpu, tss) as u64, TSS_LIMIT);
+    let segment = descriptor::task_state(this as u64 + offset_of!(PerCpu, tss) as u64, TSS_LIMIT);
     // SAFETY: mapped and unused, by contract; the bitmap is filled in place, since the struct is
     // too large for the stack.
     unsafe {
         (&raw mut (*this).this).write(this as u64);
-        (&raw mut (*this).kernel_stack_top).write(AtomicU64::new(stack_top));
+        (&raw mut (*this).kernel_stack_top).write(AtomicU64::new(kernel_stack_top(index)));
         (&raw mut (*this).id).write(index as u32);
         (&raw mut (*this).apic_id).write(apic_id);
         (&raw mut (*this).gdt).cast::<[u64; 7]>().write([
@@ -156,12 +159,12 @@ pub unsafe fn create(apic_id: u32) -> usize {
             descriptor::KERNEL_DATA,
             descriptor::USER_DATA,
             descriptor::USER_CODE,
-            task_state[0],
-            task_state[1],
+            segment[0],
+            segment[1],
         ]);
         let tss = (&raw mut (*this).tss).cast::<Tss>();
         tss.write_bytes(0xff, 1);
-        (&raw mut (*tss).state).write(state);
+        (&raw mut (*tss).state).write(task_state(index));
     }
     CREATED.store(index + 1, Ordering::Release);
     index
@@ -174,15 +177,13 @@ pub fn discard_last() {
 
 /// Top of the kernel stack of CPU `index`.
 pub const fn kernel_stack_top(index: usize) -> u64 {
-    area(index) + KERNEL_STACK.1
+    area(index) + STACKS[0].1
 }
 
 /// End of the kernel or exception stack that contains `address`, if any.
 pub fn stack_end(address: u64) -> Option<u64> {
     let offset = address.checked_sub(CPU_AREAS)? % AREA_LENGTH;
-    let [first, second, third] = EXCEPTION_STACKS;
-    let mut stacks = [KERNEL_STACK, first, second, third].into_iter();
-    let (_, end) = stacks.find(|&(start, end)| (start..end).contains(&offset))?;
+    let (_, end) = STACKS.into_iter().find(|&(start, end)| (start..end).contains(&offset))?;
     Some(address - offset + end)
 }
 
@@ -322,6 +323,21 @@ fn set_io_map_base(base: u16) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_cpu_has_its_own_stacks() {
+        for index in [0, 1, 5, MAX_CPUS - 1] {
+            let TaskState { rsp, ist, .. } = task_state(index);
+            for stack in [rsp[0], ist[0], ist[1], ist[2]] {
+                assert!(
+                    (area(index)..area(index) + PER_CPU).contains(&stack),
+                    "{index}: {stack:#x}"
+                );
+                assert_eq!(stack_end(stack - 8), Some(stack), "mapped, and its end");
+            }
+            assert_eq!((rsp[0], &ist[3..]), (kernel_stack_top(index), &[0; 4][..]));
+        }
+    }
 
     #[test]
     fn stacks_have_ends() {

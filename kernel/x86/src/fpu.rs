@@ -15,8 +15,9 @@ use abi::Status;
 use abi::vcpu::x86::VcpuState;
 use hw_x86::msr;
 use hw_x86::paging::xcr0;
+use kernel_core::Result;
 use kernel_core::object::Vcpu;
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Account, Frame, Handle, Memory};
 
 use crate::features::{Features, features};
 use crate::io::{clear_ts, rdmsr, read_xcr0, set_ts, write_xcr0, wrmsr};
@@ -141,7 +142,7 @@ fn area_frames() -> u32 {
 
 impl ExtendedState {
     /// Allocates state with reset values.
-    pub fn new(memory: &Memory, factory: Option<Handle<Factory>>) -> Result<Self, Status> {
+    pub fn new(memory: &Memory, factory: Account) -> Result<Self> {
         const LEGACY_FCW: usize = 0;
         const LEGACY_MXCSR: usize = 24;
         let frame = memory.alloc_raw(factory, area_frames())?;
@@ -186,7 +187,7 @@ impl ExtendedState {
 
     /// Sets XCR0. Fails for a value that the machine does not support. `is_loaded`: the CPU holds
     /// this state.
-    pub fn set_xcr0(&self, new: u64, is_loaded: bool) -> Result<(), Status> {
+    pub fn set_xcr0(&self, new: u64, is_loaded: bool) -> Result<()> {
         let avx512 = new & xcr0::AVX512;
         let valid = new & xcr0::X87 != 0
             && new & !features().xcr0_mask == 0

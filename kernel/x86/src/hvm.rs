@@ -1,9 +1,9 @@
 //! Interface between the kernel's vCPUs ([`crate::vcpu`]) and a vendor's virtualization extension.
 
-use abi::Status;
 use abi::vcpu::x86::VcpuState;
+use kernel_core::Result;
 use kernel_core::object::Translation;
-use kernel_core::pool::{Factory, Handle, Memory};
+use kernel_core::pool::{Account, Memory};
 
 /// Exit reasons that the kernel handles itself, in the range that [`abi::vcpu::exit`] reserves.
 pub mod internal {
@@ -45,11 +45,7 @@ pub trait Hvm: Clone + 'static {
     fn is_ready() -> bool;
 
     /// Allocates the structure of a vCPU in its reset state.
-    fn new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        translation: Translation,
-    ) -> Result<Self, Status>;
+    fn new(memory: &Memory, factory: Account, translation: Translation) -> Result<Self>;
     /// Frees it.
     fn free(&self, memory: &Memory);
 
@@ -62,12 +58,7 @@ pub trait Hvm: Clone + 'static {
     fn unmapped(&self, root: u64);
     /// Prepares the guest's memory for an entry, after [`Hvm::flush`]; frames are charged to
     /// `factory`.
-    fn prepare_memory(
-        &self,
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: &VcpuState,
-    ) -> Result<(), Status>;
+    fn prepare_memory(&self, memory: &Memory, factory: Account, state: &VcpuState) -> Result<()>;
     /// Sets the I/O permission map, at a physical address.
     fn set_port_map(&self, map: u64);
     /// Takes the window and the event to inject from the state page, before an entry.

@@ -7,16 +7,14 @@ use kernel_core::MAX_IRQS;
 use kernel_core::object::IrqNumber;
 use spin::Once;
 
-/// Exceptions with their own stack, because they can occur where the kernel stack is unusable:
-/// vector, and index of the stack.
-pub mod stack {
-    /// Non-maskable interrupt (vector 2): can occur between SYSCALL and the stack switch.
-    pub const NMI: (u8, u8) = (2, 1);
-    /// Double fault (vector 8): usually a kernel stack overflow.
-    pub const DOUBLE_FAULT: (u8, u8) = (8, 2);
-    /// Machine check (vector 18): like NMI.
-    pub const MACHINE_CHECK: (u8, u8) = (18, 3);
-}
+/// Vector of non-maskable interrupts, which can occur between SYSCALL and the stack switch.
+const NMI: usize = 2;
+/// Vector of double faults: usually a kernel stack overflow.
+const DOUBLE_FAULT: usize = 8;
+/// Vector of machine checks, which can occur where NMIs can.
+const MACHINE_CHECK: usize = 18;
+/// Exceptions with their own stack, because they can occur where the kernel stack is unusable.
+const OWN_STACK: [usize; 3] = [NMI, DOUBLE_FAULT, MACHINE_CHECK];
 
 /// First vector of device interrupts.
 const FIRST_IRQ: u8 = 0x30;
@@ -56,13 +54,10 @@ static IDT: Once<[GateDescriptor; 256]> = Once::new();
 pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern "C" fn()) {
     IDT.call_once(|| {
         core::array::from_fn(|vector| {
-            let ist = [stack::NMI, stack::DOUBLE_FAULT, stack::MACHINE_CHECK]
-                .iter()
-                .find(|&&(number, _)| number as usize == vector)
-                .map_or(0, |&(_, index)| index);
+            // Index in the interrupt stack table, from 1; 0: none.
+            let ist = OWN_STACK.iter().position(|&own| own == vector).map_or(0, |at| at as u8 + 1);
             let dpl = if BY_SOFTWARE.contains(&vector) { 3 } else { 0 };
-            let is_machine_check = vector == stack::MACHINE_CHECK.0 as usize;
-            let entry = if is_machine_check { machine_check } else { stubs[vector] };
+            let entry = if vector == MACHINE_CHECK { machine_check } else { stubs[vector] };
             GateDescriptor::interrupt(entry as usize as u64, selector::KERNEL_CODE, ist, dpl)
         })
     });

@@ -79,31 +79,26 @@ impl<W: Window> IoApic<W> {
     }
 }
 
-struct Controllers {
-    io_apics: [Option<IoApic<Mapped>>; MAX_IO_APICS],
-}
+type IoApics = [Option<IoApic<Mapped>>; MAX_IO_APICS];
 
-static CONTROLLERS: Mutex<Controllers> =
-    Mutex::new(Controllers { io_apics: [const { None }; MAX_IO_APICS] });
+static IO_APICS: Mutex<IoApics> = Mutex::new([const { None }; MAX_IO_APICS]);
 
-impl Controllers {
-    fn input(&mut self, gsi: u32) -> Option<(&mut IoApic<Mapped>, u32)> {
-        self.io_apics.iter_mut().flatten().find_map(|io_apic| {
-            let input = gsi.checked_sub(io_apic.first_gsi)?;
-            (input < io_apic.count).then_some((io_apic, input))
-        })
-    }
+/// I/O APIC of a GSI, and the number of its input.
+fn find_input(io_apics: &mut IoApics, gsi: u32) -> Option<(&mut IoApic<Mapped>, u32)> {
+    io_apics.iter_mut().flatten().find_map(|io_apic| {
+        let input = gsi.checked_sub(io_apic.first_gsi)?;
+        (input < io_apic.count).then_some((io_apic, input))
+    })
 }
 
 /// Registers the I/O APICs of the MADT, masks all their inputs, and disables the 8259 pair.
 pub fn init(madt: &Madt) {
     silence_pic();
-    let mut controllers = CONTROLLERS.lock();
     let found = madt.entries().filter_map(|entry| match entry {
         MadtEntry::IoApic { address, gsi_base, .. } => Some((address as u64, gsi_base)),
         _ => None,
     });
-    for (place, (address, gsi_base)) in controllers.io_apics.iter_mut().zip(found) {
+    for (place, (address, gsi_base)) in IO_APICS.lock().iter_mut().zip(found) {
         *place = Some(IoApic::new(Mapped(address), gsi_base));
     }
 }
@@ -131,17 +126,15 @@ fn silence_pic() {
 
 /// Register pages of the I/O APICs.
 pub fn pages() -> impl Iterator<Item = Range> {
-    let controllers = CONTROLLERS.lock();
-    let bases: [Option<u64>; MAX_IO_APICS] = core::array::from_fn(|index| {
-        controllers.io_apics[index].as_ref().map(|io_apic| io_apic.window.0)
-    });
+    let io_apics = IO_APICS.lock();
+    let bases = io_apics.each_ref().map(|place| Some(place.as_ref()?.window.0));
     bases.into_iter().flatten().map(|base| Range::sized(base, 0x20).outward())
 }
 
 /// Number of GSIs: one more than the highest one with an input.
 pub fn gsi_count() -> u32 {
-    let controllers = CONTROLLERS.lock();
-    controllers.io_apics.iter().flatten().map(|it| it.first_gsi + it.count).max().unwrap_or(0)
+    let io_apics = IO_APICS.lock();
+    io_apics.iter().flatten().map(|it| it.first_gsi + it.count).max().unwrap_or(0)
 }
 
 /// APIC id of a CPU, if the destination field of an interrupt has room for it.
@@ -153,8 +146,9 @@ fn destination(cpu: usize) -> Option<u8> {
 /// the CPU can't be a destination.
 pub fn route(line: IrqSource, vector: u8, cpu: usize) {
     let IrqSource::Line { gsi, level, active_low } = line else { return };
-    let mut controllers = CONTROLLERS.lock();
-    if let (Some(destination), Some((io_apic, input))) = (destination(cpu), controllers.input(gsi))
+    let mut io_apics = IO_APICS.lock();
+    if let Some(destination) = destination(cpu)
+        && let Some((io_apic, input)) = find_input(&mut io_apics, gsi)
     {
         let flags = vector as u32
             | if level { io::LEVEL } else { 0 }
@@ -166,7 +160,7 @@ pub fn route(line: IrqSource, vector: u8, cpu: usize) {
 
 /// Masks an input. No effect if there is no such input.
 pub fn mask(gsi: u32) {
-    if let Some((io_apic, input)) = CONTROLLERS.lock().input(gsi) {
+    if let Some((io_apic, input)) = find_input(&mut IO_APICS.lock(), gsi) {
         io_apic.set_masked(input, true);
     }
 }

@@ -54,7 +54,7 @@ pub mod vcpu;
 pub mod vectors;
 
 /// The x86-64 architecture.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub struct X86;
 
 /// Virtualization extension of the processor. A second one makes this a type that chooses at start.

@@ -276,7 +276,7 @@ unsafe impl Processor for X86 {
         task: Handle<Task<Self>>,
         space: &Space<Self>,
     ) {
-        kernel.enter_space(cpu_index, task);
+        kernel.cpus[cpu_index].space.set(Some(task));
         // SAFETY: every task's root includes the kernel half (`init_root`).
         unsafe { write_cr3(kernel.memory.physical(space.root)) };
         match space.port_map.get() {

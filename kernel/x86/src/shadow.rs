@@ -22,7 +22,8 @@ use abi::Status;
 use abi::vcpu::x86::{VcpuState, vtlb as option, vtlb_counter};
 use abi::vm_mode::MIN_POOL;
 use hw_x86::vmcb::Vmcb;
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::Result;
+use kernel_core::pool::{Account, Frame, Memory};
 use kernel_core::vtlb::defects::breaks;
 use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 
@@ -93,12 +94,7 @@ impl core::ops::Deref for Shadow {
 
 impl Shadow {
     /// Allocates the vTLB of a vCPU, with a pool of at most `pool` pages, and sets the intercepts.
-    pub fn new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        pool: u64,
-        vmcb: &Vmcb,
-    ) -> Result<Self, Status> {
+    pub fn new(memory: &Memory, factory: Account, pool: u64, vmcb: &Vmcb) -> Result<Self> {
         let frame = memory.alloc_raw(factory, FRAMES)?;
         let this = Self { frame, state: memory.address(frame).cast_const().cast() };
         this.start(pool, vmcb);
@@ -195,12 +191,7 @@ impl State {
 
     /// Grows the pool if it is short of tables, takes new options over, and loads the space. Before
     /// an entry, under the lock.
-    pub fn prepare(
-        &self,
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: &VcpuState,
-    ) -> Result<(), Status> {
+    pub fn prepare(&self, memory: &Memory, factory: Account, state: &VcpuState) -> Result<()> {
         self.take_options(state.vtlb.get());
         if self.is_short_of_tables() {
             self.grow(memory, factory)?;
@@ -224,7 +215,7 @@ impl State {
         self.tables.free_tables() < GROWTH && self.tables.missing_tables() > 0
     }
 
-    fn grow(&self, memory: &Memory, factory: Option<Handle<Factory>>) -> Result<(), Status> {
+    fn grow(&self, memory: &Memory, factory: Account) -> Result<()> {
         let tables = &self.tables;
         for _ in 0..GROWTH.min(tables.missing_tables()) {
             match memory.alloc_raw(factory, FRAMES_PER_TABLE) {

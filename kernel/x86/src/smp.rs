@@ -63,13 +63,11 @@ pub unsafe fn start(apic_id: u32, page: u64) -> bool {
     let local = apic::local();
     local.send_init(apic_id);
     time::wait_microseconds(INIT_MICROSECONDS);
-    local.send_startup(apic_id, page);
-    if comes_online(index, STARTUP_MICROSECONDS) {
-        return true;
-    }
-    local.send_startup(apic_id, page);
-    if comes_online(index, ANSWER_MICROSECONDS) {
-        return true;
+    for patience in [STARTUP_MICROSECONDS, ANSWER_MICROSECONDS] {
+        local.send_startup(apic_id, page);
+        if comes_online(index, patience) {
+            return true;
+        }
     }
     // A CPU that wakes up late must not execute the next CPU's parameters.
     local.send_init(apic_id);

@@ -20,16 +20,17 @@ pub mod vmcb;
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 
+use abi::ABI_VERSION;
 use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::exit::{HYPERCALL, MEMORY_FAULT};
 use abi::vcpu::x86::exit::{CPUID, PORT};
 use abi::vcpu::x86::{VcpuState, gpr, group, window};
-use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::vmcb::exit::{PAGE_FAULT, VMMCALL};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, npf, tlb_control};
+use kernel_core::Result;
 use kernel_core::object::Translation;
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Account, Frame, Memory};
 
 use crate::features::features;
 use crate::hvm::{GuestExit, Hvm, internal};
@@ -51,13 +52,6 @@ static IS_TCG: AtomicBool = AtomicBool::new(false);
 #[inline(always)]
 pub(crate) fn is_tcg() -> bool {
     IS_TCG.load(Ordering::Relaxed)
-}
-
-/// Host state of a CPU for VMRUN and VMSAVE.
-#[repr(C, align(4096))]
-struct HostPages {
-    hsave: [u8; 4096],
-    state: [u8; 4096],
 }
 
 /// State of SVM on a CPU.
@@ -249,7 +243,8 @@ impl Svm {
 impl Hvm for Svm {
     type Local = Local;
     const LOCAL: Local = Local { host_state: Cell::new(0), asids: Asids::new() };
-    const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
+    /// The host save area, which VMRUN uses, and a page for VMSAVE.
+    const HOST_FRAMES: u32 = 2;
 
     fn init() {
         if features().svm {
@@ -260,7 +255,7 @@ impl Hvm for Svm {
     }
 
     fn init_cpu(local: &Local, host: u64) {
-        local.host_state.set(host + core::mem::offset_of!(HostPages, state) as u64);
+        local.host_state.set(host + abi::PAGE_SIZE);
         // SAFETY: the CPU has SVM (`is_ready`); the host save area is a frame for this use only.
         unsafe {
             if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
@@ -269,7 +264,7 @@ impl Hvm for Svm {
                 return;
             }
             wrmsr(msr::EFER, rdmsr(msr::EFER) | msr::efer::SVME);
-            wrmsr(msr::VM_HSAVE_PA, host + core::mem::offset_of!(HostPages, hsave) as u64);
+            wrmsr(msr::VM_HSAVE_PA, host);
         }
     }
 
@@ -277,11 +272,7 @@ impl Hvm for Svm {
         IS_READY.load(Ordering::Acquire)
     }
 
-    fn new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        translation: Translation,
-    ) -> Result<Self, Status> {
+    fn new(memory: &Memory, factory: Account, translation: Translation) -> Result<Self> {
         let frame = memory.alloc_raw(factory, 1)?;
         let mut this = Self {
             frame,
@@ -331,12 +322,7 @@ impl Hvm for Svm {
     }
 
     #[inline(always)]
-    fn prepare_memory(
-        &self,
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: &VcpuState,
-    ) -> Result<(), Status> {
+    fn prepare_memory(&self, memory: &Memory, factory: Account, state: &VcpuState) -> Result<()> {
         match &self.paging {
             GuestPaging::Nested => {}
             GuestPaging::Shadow(shadow) => shadow.prepare(memory, factory, state)?,

@@ -72,27 +72,16 @@ pub struct Measured {
 /// against the PM timer at `pm_port`, else the PIT. Takes about 10 ms. `None` if neither counts.
 pub fn measure(pm_port: Option<u16>, apic_count: impl Fn() -> u32) -> Option<Measured> {
     let sample = || (tsc(), apic_count());
-    let by_pm = pm_port.and_then(|port| {
-        let ticks = PM_HZ / MEASURES_PER_SECOND;
-        let (start, end, passed) = span_of_pm_timer(port, ticks, sample)?;
-        Some(frequencies(start, end, passed, PM_HZ, "PM timer"))
-    });
-    by_pm.or_else(|| {
-        let ticks = PIT_HZ / MEASURES_PER_SECOND;
-        let (start, end) = span_of_pit(ticks as u16, sample)?;
-        Some(frequencies(start, end, ticks, PIT_HZ, "PIT"))
-    })
+    let by_pm = pm_port.and_then(|port| span_of_pm_timer(port, sample));
+    let by_pm = by_pm.map(|span| frequencies(span, PM_HZ, "PM timer"));
+    by_pm.or_else(|| Some(frequencies(span_of_pit(sample)?, PIT_HZ, "PIT")))
 }
 
 type Sample = (u64, u32);
+/// Samples at the start and at the end of a calibration, and its length in ticks of the reference.
+type Span = (Sample, Sample, u64);
 
-fn frequencies(
-    start: Sample,
-    end: Sample,
-    passed: u64,
-    hertz: u64,
-    reference: &'static str,
-) -> Measured {
+fn frequencies((start, end, passed): Span, hertz: u64, reference: &'static str) -> Measured {
     let khz = |count: u64| {
         (count as u128 * hertz as u128 / (passed as u128 * 1000)).clamp(1, u32::MAX as u128) as u64
     };
@@ -103,13 +92,8 @@ fn frequencies(
     }
 }
 
-/// Samples at a tick of the PM timer and again `ticks` later; also returns the ticks actually
-/// elapsed.
-fn span_of_pm_timer(
-    port: u16,
-    ticks: u64,
-    sample: impl Fn() -> Sample,
-) -> Option<(Sample, Sample, u64)> {
+/// Samples at a tick of the PM timer, and at the first one after the length of a calibration.
+fn span_of_pm_timer(port: u16, sample: impl Fn() -> Sample) -> Option<Span> {
     // SAFETY: reads a timer that the firmware reports.
     let read = || unsafe { in32(port) } & PM_MASK;
     let wait_for_change = |from: u32| (0..MAX_POLLS).map(|_| read()).find(|&now| now != from);
@@ -119,14 +103,15 @@ fn span_of_pm_timer(
     loop {
         last = wait_for_change(last)?;
         let passed = (last.wrapping_sub(first) & PM_MASK) as u64;
-        if passed >= ticks {
+        if passed >= PM_HZ / MEASURES_PER_SECOND {
             return Some((start, sample(), passed));
         }
     }
 }
 
-/// Samples at the start and at the end of `ticks` of PIT channel 2, which is otherwise unused.
-fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sample)> {
+/// Samples at the start and at the end of a count of PIT channel 2, which is otherwise unused.
+fn span_of_pit(sample: impl Fn() -> Sample) -> Option<Span> {
+    const TICKS: u16 = (PIT_HZ / MEASURES_PER_SECOND) as u16;
     /// System control port B: bit 0 gate and bit 5 output of channel 2, bit 1 speaker.
     const CONTROL_B: u16 = 0x61;
     const CHANNEL_2: u16 = 0x42;
@@ -137,13 +122,13 @@ fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sampl
     unsafe {
         out8(CONTROL_B, in8(CONTROL_B) & !0b11 | 0b01);
         out8(COMMAND, COUNT_DOWN_ONCE);
-        out8(CHANNEL_2, ticks as u8);
-        out8(CHANNEL_2, (ticks >> 8) as u8);
+        out8(CHANNEL_2, TICKS as u8);
+        out8(CHANNEL_2, (TICKS >> 8) as u8);
     }
     let start = sample();
     // SAFETY: as above.
     let done = (0..MAX_POLLS).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
-    done.then(|| (start, sample()))
+    done.then(|| (start, sample(), TICKS.into()))
 }
 
 #[cfg(test)]
@@ -152,10 +137,10 @@ mod tests {
 
     #[test]
     fn frequencies_from_samples() {
-        let found = frequencies((100, 0xffff_0000), (24_000_100, 0xfff0_0000), 35_795, PM_HZ, "");
+        let found = frequencies(((100, 0xffff_0000), (24_000_100, 0xfff0_0000), 35_795), PM_HZ, "");
         assert_eq!(found.tsc_khz, 2_400_030);
         assert_eq!(found.apic_khz, 98_305);
-        let dead = frequencies((100, 5), (100, 5), 35_795, PM_HZ, "");
+        let dead = frequencies(((100, 5), (100, 5), 35_795), PM_HZ, "");
         assert_eq!((dead.tsc_khz, dead.apic_khz), (1, 1), "never 0");
     }
 }

@@ -20,7 +20,7 @@ use abi::vcpu::{HYPERCALL_DOORBELL, exit};
 use kernel_core::arch::Arch;
 use kernel_core::object::{Space, Thread, Vcpu};
 use kernel_core::pool::Memory;
-use kernel_core::{Kernel, count};
+use kernel_core::{Kernel, Result, count};
 use kernel_run::Processor as _;
 use kernel_run::exit::ReturnToUser;
 use kernel_run::lock::{lock, unlock};
@@ -45,7 +45,7 @@ pub fn init() {
 static HOST_PAGES: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
 
 /// Allocates a CPU's pages for host state.
-pub fn alloc_host_pages(memory: &Memory, cpu_index: usize) -> Result<(), Status> {
+pub fn alloc_host_pages(memory: &Memory, cpu_index: usize) -> Result<()> {
     let pages = memory.alloc_raw(None, Extension::HOST_FRAMES)?;
     HOST_PAGES[cpu_index].store(memory.physical(pages), Ordering::Release);
     Ok(())
@@ -85,7 +85,7 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
         // The next task to run then loads its address space, which clears TSC_AUX
         // (`X86::load_space`).
         X86::flush_local();
-        kernel.clear_loaded_space(cpu_index);
+        kernel.cpus[cpu_index].space.set(None);
     }
     let owner = &local.owner;
     if owner.vcpu() == vcpu.handle.get() {
@@ -302,7 +302,7 @@ fn follow_space(
     frames: &VcpuFrames,
     space: &Space<X86>,
     root: u64,
-) -> Result<(), Status> {
+) -> Result<()> {
     if space.dying.get() {
         return Err(Status::Aborted);
     }

@@ -3,14 +3,13 @@
 //! The entry code calls each on the empty stack of its CPU, with interrupts masked.
 
 use hw_arm64::esr::{self, class};
-use kernel_core::Kernel;
 use kernel_core::arch::Context as _;
 use kernel_run::{exit, lock};
 
 use super::leave_to;
 use crate::context::ThreadContext;
 use crate::run::Guard;
-use crate::{Arm64, cpu, fastpath, read_register, run};
+use crate::{Arm64, cpu, fastpath, has_vhe, read_register, run};
 
 /// Handles a system call on the general path.
 pub(super) extern "C" fn system_call_handler(context: *const ThreadContext) -> ! {
@@ -39,31 +38,14 @@ pub(super) extern "C" fn interrupt_handler() -> *const ThreadContext {
     exit::leave(kernel, cpu_index, None)
 }
 
-/// Handles an exception in user mode that is no system call.
+/// Handles an exception in user mode that is no system call: a fault of the thread. Without VHE, a
+/// task that had no tables when it was loaded may have them now.
 pub(super) extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
-    report_exception(&kernel, cpu_index, syndrome, address);
-    exit::leave(kernel, cpu_index, None)
-}
-
-/// The same without VHE. A task that had no tables when it was loaded may have them now.
-pub(super) extern "C" fn exception_handler_without_vhe(
-    syndrome: u64,
-    address: u64,
-) -> *const ThreadContext {
-    let cpu_index = cpu::current().id;
-    let kernel = lock::lock::<Arm64>(cpu_index);
-    if !run::has_new_tables(&kernel, cpu_index) {
-        report_exception(&kernel, cpu_index, syndrome, address);
-    }
-    exit::leave(kernel, cpu_index, None)
-}
-
-/// Reports an exception of the current thread to its pager.
-fn report_exception(kernel: &Kernel<Arm64>, cpu_index: usize, syndrome: u64, address: u64) {
     let current = kernel.cpus[cpu_index].current.get();
-    if let Some(handle) = current
+    if (has_vhe() || !run::has_new_tables(&kernel, cpu_index))
+        && let Some(handle) = current
         && let Some(thread) = kernel.memory.get(handle)
     {
         let kind = esr::class(syndrome);
@@ -71,6 +53,7 @@ fn report_exception(kernel: &Kernel<Arm64>, cpu_index: usize, syndrome: u64, add
         let address = if has_address { address } else { 0 };
         kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
     }
+    exit::leave(kernel, cpu_index, None)
 }
 
 /// Stops the machine: an exception in the kernel is a bug.

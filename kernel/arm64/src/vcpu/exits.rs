@@ -37,63 +37,45 @@ pub fn handle(
         handle_interrupts(kernel, cpu_index);
         return after_interrupt(kernel, cpu_index);
     }
-    let reason = match (kind, esr::class(syndrome)) {
-        (exit_kind::SYNCHRONOUS, class::HYPERVISOR_CALL) => {
-            if rang_doorbell(kernel, entry.vm, state) {
-                count_handled(kernel, state);
-                return None;
-            }
-            exit::HYPERCALL
+    let to_vmm = match (kind, esr::class(syndrome)) {
+        (exit_kind::SYNCHRONOUS_32, _) => return aarch32::handle(kernel, local, entry, syndrome),
+        (exit_kind::ERROR, _) => Some((exit::UNKNOWN, syndrome)),
+        (_, class::WAIT) => return wait_after_wait(kernel, cpu_index, local, entry, syndrome),
+        // Without an address the guest's own translation has changed meanwhile: it accesses again.
+        (_, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
+            fault::address(syndrome).map(|address| {
+                state.run.fault_address.set(address);
+                (exit::MEMORY_FAULT, fault::kind(syndrome))
+            })
         }
-        (exit_kind::SYNCHRONOUS, class::WAIT) => {
-            return wait_after_wait(kernel, cpu_index, local, entry, syndrome);
-        }
-        (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
-            let Some(address) = fault::address(syndrome) else {
-                // The guest's own translation has changed meanwhile: it accesses again.
-                count_handled(kernel, state);
-                return None;
-            };
-            state.run.fault_address.set(address);
-            let to_vmm = return_exit(kernel, entry, exit::MEMORY_FAULT, fault::kind(syndrome));
-            return Some(to_vmm);
-        }
-        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
-            if sent_sgi(kernel, entry, syndrome) {
-                count_handled(kernel, state);
-                return None;
-            }
-            if identify(state, syndrome) {
-                state.pc.add(INSTRUCTION);
-                count_handled(kernel, state);
-                return None;
-            }
-            arm64_exit::SYSTEM_REGISTER
-        }
-        (exit_kind::SYNCHRONOUS, class::SECURE_CALL) => arm64_exit::SECURE_CALL,
-        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => {
+        (_, class::HYPERVISOR_CALL) if rang_doorbell(kernel, entry.vm, state) => None,
+        (_, class::HYPERVISOR_CALL) => Some((exit::HYPERCALL, syndrome)),
+        (_, class::SYSTEM_REGISTER) if sent_sgi(kernel, entry, syndrome) => None,
+        (_, class::SYSTEM_REGISTER) if identify(state, syndrome) => None,
+        (_, class::SYSTEM_REGISTER) => Some((arm64_exit::SYSTEM_REGISTER, syndrome)),
+        (_, class::SECURE_CALL) => Some((arm64_exit::SECURE_CALL, syndrome)),
+        (_, class::FLOATING_POINT) => {
             float::take_over(kernel, local, entry.vcpu);
-            count_handled(kernel, state);
-            return None;
+            None
         }
-        (exit_kind::SYNCHRONOUS_32, _) => {
-            return aarch32::handle(kernel, local, entry, syndrome);
-        }
-        _ => exit::UNKNOWN,
+        _ => Some((exit::UNKNOWN, syndrome)),
     };
-    Some(return_exit(kernel, entry, reason, syndrome))
+    let Some((reason, information)) = to_vmm else {
+        count_handled(kernel, state);
+        return None;
+    };
+    Some(return_exit(kernel, entry, reason, information))
 }
 
 /// Handles a hypercall of the kernel's own, except that of the version, which the entry code
 /// answers. Returns whether it was one.
 #[inline(always)]
 pub fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
-    let result = match state.x[NUMBER].get() {
-        HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
-        _ => return false,
-    };
-    state.x[NUMBER].set(result);
-    true
+    let is_doorbell = state.x[NUMBER].get() == HYPERCALL_DOORBELL;
+    if is_doorbell {
+        state.x[NUMBER].set(kernel.ring_doorbell(vm, state.x[ARGUMENT].get()));
+    }
+    is_doorbell
 }
 
 /// Begins a wait ([`wait::begin`]) where the CPU has waited before, or an object has been destroyed
@@ -123,14 +105,15 @@ fn rang_doorbell(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> b
     handle_hypercall(kernel, vm, state)
 }
 
-/// Handles a read of an identification register, whose instruction the caller skips. Returns
-/// whether it was one.
+/// Handles a read of an identification register, and skips its instruction. Returns whether it was
+/// one.
 fn identify(state: &VcpuState, syndrome: u64) -> bool {
     let access = esr::system_access(syndrome);
     let Some(value) = features::read(access) else { return false };
     if let Some(register) = state.x.get(access.general) {
         register.set(value);
     }
+    state.pc.add(INSTRUCTION);
     true
 }
 

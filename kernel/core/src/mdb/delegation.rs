@@ -1,12 +1,12 @@
 //! Delegation and recursive revocation, in bounded steps.
 
 use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, USER_PAGES, WORD_ORDER, units, work};
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::*;
 use crate::pool::Handle;
 use crate::table::{self, Format};
 use crate::tree::Tree;
+use crate::{Kernel, Result};
 use abi::{Item, ItemKind, Status, rights};
 
 /// A delegation from a task to an address space.
@@ -25,7 +25,7 @@ pub struct Delegation<A: Arch> {
 
 impl<A: Arch> Delegation<A> {
     /// Checks bounds and alignment.
-    fn check(&self) -> Result<(), Status> {
+    fn check(&self) -> Result<()> {
         let size = units(self.item.order);
         check_range(self.item, self.to, self.destination)?;
         if self.source & (size - 1) != 0 || self.source.checked_add(size).is_none() {
@@ -39,7 +39,7 @@ impl<A: Arch> Delegation<A> {
 }
 
 /// Checks bounds and alignment of a range of a space.
-fn check_range<A: Arch>(item: Item, space: SpaceRef<A>, base: u64) -> Result<(), Status> {
+fn check_range<A: Arch>(item: Item, space: SpaceRef<A>, base: u64) -> Result<()> {
     let size = units(item.order);
     let limit = match (item.kind, space) {
         (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
@@ -76,7 +76,7 @@ impl<A: Arch> Kernel<A> {
         delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
-    ) -> Result<bool, Status> {
+    ) -> Result<bool> {
         delegation.check()?;
         let sender = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
         let space = self.space(delegation.to).filter(|space| !space.dying.get());
@@ -117,12 +117,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Returns the part that begins `offset` units after the start, if it may be delegated.
-    fn part(
-        &self,
-        sender: &Task<A>,
-        delegation: &Delegation<A>,
-        offset: u64,
-    ) -> Result<Part<A>, Status> {
+    fn part(&self, sender: &Task<A>, delegation: &Delegation<A>, offset: u64) -> Result<Part<A>> {
         let (item, at) = (delegation.item, delegation.source + offset);
         let sources = Self::tree(&sender.space, item.kind);
         let handle = self.find(sources, at).ok_or(Status::BadArgument)?;
@@ -150,7 +145,7 @@ impl<A: Arch> Kernel<A> {
         space: &Space<A>,
         part: &Part<A>,
         budget: &mut u32,
-    ) -> Result<bool, Status> {
+    ) -> Result<bool> {
         if !self.make_room(delegation.to, space, part.extent, budget)
             || !work::charge(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
         {
@@ -202,7 +197,7 @@ impl<A: Arch> Kernel<A> {
         delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
-    ) -> Result<bool, Status> {
+    ) -> Result<bool> {
         let SpaceRef::Task(to) = delegation.to else { return Err(Status::BadArgument) };
         let (item, size) = (delegation.item, units(delegation.item.order));
         let receiver = self.memory.get(to).ok_or(Status::Aborted)?;
@@ -316,7 +311,7 @@ impl<A: Arch> Kernel<A> {
         own: bool,
         done: &mut u64,
         budget: &mut u32,
-    ) -> Result<bool, Status> {
+    ) -> Result<bool> {
         let task = self.memory.get(from).ok_or(Status::Aborted)?;
         let size = units(item.order);
         if base & (size - 1) != 0 || base.checked_add(size).is_none() || *done > size {
@@ -375,7 +370,7 @@ impl<A: Arch> Kernel<A> {
         (item, base, free_tables): (Item, u64, bool),
         done: &mut u64,
         budget: &mut u32,
-    ) -> Result<bool, Status> {
+    ) -> Result<bool> {
         let space = self.space(at).ok_or(Status::Aborted)?;
         let (kind, order, size) = (item.kind, item.order, units(item.order));
         check_range(item, at, base)?;

@@ -3,22 +3,18 @@
 use core::cell::Cell;
 
 use super::{Space, work};
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Handle};
 use crate::table;
+use crate::{Kernel, Result};
 use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 use abi::vm_mode;
 use abi::{Status, rights};
 
 impl<A: Arch> Kernel<A> {
     /// Creates a task with `slots` capability slots.
-    pub fn new_task(
-        &self,
-        factory: Option<Handle<Factory>>,
-        slots: u64,
-    ) -> Result<Handle<Task<A>>, Status> {
+    pub fn new_task(&self, factory: Account, slots: u64) -> Result<Handle<Task<A>>> {
         if slots == 0 || slots > MAX_SLOTS {
             return Err(Status::BadArgument);
         }
@@ -40,11 +36,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Creates a VM, of a mode of [`abi::vm_mode`].
-    pub fn new_vm(
-        &self,
-        factory: Option<Handle<Factory>>,
-        mode: u64,
-    ) -> Result<Handle<Vm<A>>, Status> {
+    pub fn new_vm(&self, factory: Account, mode: u64) -> Result<Handle<Vm<A>>> {
         let translation = match (mode & vm_mode::KIND, mode >> vm_mode::POOL_SHIFT) {
             (vm_mode::NESTED, 0) => Translation::Nested,
             (vm_mode::GUEST_VIRTUAL, 0) => Translation::GuestVirtual,

@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::vec::Vec;
 
 use super::*;
-use crate::pool;
+use crate::pool::{self, Factory};
 use crate::testing::{self, Fake, Random, check, kernel, machine, on_cpu, translate};
 use abi::{Item, vm_mode};
 

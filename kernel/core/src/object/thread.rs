@@ -109,7 +109,8 @@ pub enum Stopping {
     Destroyed,
 }
 
-/// Links of a thread in a list.
+/// Links of a thread in a list; by default, it is in none.
+#[derive(Default)]
 pub struct ListLinks<A: Arch> {
     /// Next thread.
     pub next: Link<Thread<A>>,
@@ -117,14 +118,8 @@ pub struct ListLinks<A: Arch> {
     pub prev: Link<Thread<A>>,
 }
 
-impl<A: Arch> ListLinks<A> {
-    /// Links of a thread that is in no list.
-    pub(crate) const fn new() -> Self {
-        Self { next: Cell::new(None), prev: Cell::new(None) }
-    }
-}
-
 /// Callers of a server.
+#[derive(Default)]
 pub struct Callers<A: Arch> {
     /// Caller that waits for the reply.
     pub served: Link<Thread<A>>,
@@ -135,11 +130,6 @@ pub struct Callers<A: Arch> {
 }
 
 impl<A: Arch> Callers<A> {
-    /// No callers.
-    pub(crate) const fn new() -> Self {
-        Self { served: Cell::new(None), head: Cell::new(None), tail: Cell::new(None) }
-    }
-
     /// The caller being served, else the first queued one.
     pub fn first(&self) -> Option<Handle<Thread<A>>> {
         self.served.get().or(self.head.get())
@@ -198,6 +188,7 @@ pub struct Thread<A: Arch> {
 
 /// Cached look-up of a gate's selector, for [`crate::Kernel::fast_ipc`]. Removal of a capability
 /// destroys its node, so the entry is valid as long as no object has been destroyed.
+#[derive(Default)]
 pub struct GateLookup<A: Arch> {
     /// Selector of the gate, with the right to call it checked.
     pub selector: Cell<u64>,
@@ -211,32 +202,13 @@ pub struct GateLookup<A: Arch> {
     pub caller: Cell<Cached<Thread<A>>>,
 }
 
-impl<A: Arch> GateLookup<A> {
-    /// No look-up.
-    pub(crate) const fn new() -> Self {
-        Self {
-            selector: Cell::new(0),
-            badge: Cell::new(0),
-            server: Cell::new(None),
-            server_thread: Cell::new(Cached::NONE),
-            caller: Cell::new(Cached::NONE),
-        }
-    }
-}
-
 /// Cached look-up of the selector of a vCPU, valid as long as no object has been destroyed.
+#[derive(Default)]
 pub struct VcpuLookup<A: Arch> {
     /// Selector passed to the last `VcpuRun`, with the right to run the vCPU checked.
     pub selector: Cell<u64>,
     /// vCPU found.
     pub vcpu: Cell<Cached<Vcpu<A>>>,
-}
-
-impl<A: Arch> VcpuLookup<A> {
-    /// No look-up.
-    pub(crate) const fn new() -> Self {
-        Self { selector: Cell::new(0), vcpu: Cell::new(Cached::NONE) }
-    }
 }
 
 impl<A: Arch> Keyed for Thread<A> {

@@ -5,6 +5,7 @@ use core::cell::Cell;
 use abi::Status;
 
 use super::{Handle, Memory, NONE, Object, SIZES};
+use crate::Result;
 
 /// Maximum share of CPU time of a factory: exceeds the CPUs of any machine.
 const MAX_SHARE: u64 = 4096 * abi::SHARE_OF_CPU;
@@ -26,13 +27,16 @@ pub struct Factory {
     /// Nearest ancestor with a share of its own. It outlives this factory, whose memory is charged
     /// to it.
     share_owner: Option<Handle<Factory>>,
-    pub(super) parent: Option<Handle<Factory>>,
+    pub(super) parent: Account,
     /// Number of ancestors, which may be destroyed together with this factory.
     depth: u8,
     /// Number of capabilities to this factory.
     pub caps: Cell<u32>,
     pub(super) partial: [Cell<u32>; SIZES],
 }
+
+/// Factory that an allocation is charged to; `None`: the root factory.
+pub type Account = Option<Handle<Factory>>;
 
 impl Object for Factory {
     const CLASS: u8 = 0;
@@ -43,7 +47,7 @@ impl Factory {
         quota: u32,
         max_priority: u64,
         share: u64,
-        parent: Option<Handle<Factory>>,
+        parent: Account,
         share_owner: Option<Handle<Factory>>,
         depth: u8,
     ) -> Self {
@@ -66,7 +70,7 @@ impl Factory {
         self.quota.get() - self.used.get()
     }
 
-    pub(super) fn charge(&self, frames: u32) -> Result<(), Status> {
+    pub(super) fn charge(&self, frames: u32) -> Result<()> {
         if frames > self.available() {
             return Err(Status::NoQuota);
         }
@@ -85,11 +89,11 @@ impl Memory {
     /// priority exceeds the parent's, and with `Overflow` if the factory tree is too deep.
     pub fn new_factory(
         &self,
-        parent: Option<Handle<Factory>>,
+        parent: Account,
         quota: u32,
         max_priority: u64,
         share: u64,
-    ) -> Result<Handle<Factory>, Status> {
+    ) -> Result<Handle<Factory>> {
         let account = self.factory(parent)?;
         if max_priority > account.max_priority {
             return Err(Status::BadRights);
@@ -112,7 +116,7 @@ impl Memory {
     }
 
     /// Factory whose share of CPU time is charged for objects of `factory`; `None` if unlimited.
-    pub(crate) fn share_owner(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
+    pub(crate) fn share_owner(&self, factory: Account) -> Option<Handle<Factory>> {
         let account = factory.and_then(|handle| self.get(handle))?;
         if account.share != 0 { factory } else { account.share_owner }
     }
@@ -124,7 +128,7 @@ impl Memory {
         share_owner: Option<Handle<Factory>>,
         old: u64,
         new: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) else {
             return Ok(());
         };

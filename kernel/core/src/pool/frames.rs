@@ -4,7 +4,8 @@ use core::sync::atomic::Ordering;
 
 use abi::{PAGE_SHIFT, Status};
 
-use super::{CLASS_FREE, CLASS_RAW, CLASS_RAW_RETIRED, Factory, Frame, Handle, Memory};
+use super::{Account, CLASS_FREE, CLASS_RAW, CLASS_RAW_RETIRED, Frame, Memory};
+use crate::Result;
 
 /// Index of the first of `count` consecutive set bits of a word, if it has them.
 fn first_run(word: u64, count: u32) -> Option<u32> {
@@ -41,12 +42,7 @@ impl Memory {
     }
 
     /// Allocates `frames` consecutive frames, at most 64, charged to `factory`.
-    pub(super) fn take_frames(
-        &self,
-        factory: Option<Handle<Factory>>,
-        frames: u32,
-        class: u8,
-    ) -> Result<u32, Status> {
+    pub(super) fn take_frames(&self, factory: Account, frames: u32, class: u8) -> Result<u32> {
         let account = self.factory(factory)?;
         account.charge(frames)?;
         let Some(first) = self.find_free(frames) else {
@@ -76,7 +72,7 @@ impl Memory {
     }
 
     /// Allocates `count` consecutive zeroed raw frames; returns the first.
-    pub fn alloc_raw(&self, factory: Option<Handle<Factory>>, count: u32) -> Result<Frame, Status> {
+    pub fn alloc_raw(&self, factory: Account, count: u32) -> Result<Frame> {
         let first = self.take_frames(factory, count, CLASS_RAW)?;
         for frame in first..first + count {
             for word in self.words(Frame(frame)) {

@@ -4,11 +4,11 @@ use core::cell::Cell;
 
 use abi::{SHARE_OF_CPU, Status};
 
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::{Thread, ThreadState};
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Factory, Handle};
 use crate::tree::{Keyed, Links};
+use crate::{Kernel, Result};
 
 use super::refills::Refills;
 use super::{Link, PRIORITIES};
@@ -19,9 +19,10 @@ pub const MIN_BUDGET_NS: u64 = 20_000;
 pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
 /// State of a scheduling context.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum SchedState {
     /// Its holder is not runnable, or it has no holder.
+    #[default]
     Idle,
     /// In a ready queue.
     Queued,
@@ -32,6 +33,7 @@ pub enum SchedState {
 }
 
 /// Scheduling context: the right to CPU time.
+#[derive(Default)]
 pub struct SchedContext<A: Arch> {
     /// Number of capabilities to this context.
     pub caps: Cell<u32>,
@@ -116,7 +118,7 @@ impl<A: Arch> Kernel<A> {
         budget: u64,
         period: u64,
         max_priority: u64,
-    ) -> Result<(usize, u64, u64), Status> {
+    ) -> Result<(usize, u64, u64)> {
         let period = if period == budget { 0 } else { period };
         let valid = priority < PRIORITIES as u64
             && (MIN_BUDGET_NS..=MAX_PERIOD_NS).contains(&budget)
@@ -145,35 +147,24 @@ impl<A: Arch> Kernel<A> {
     /// factory's maximum, and with `NoQuota` if the factory's share of CPU time is exceeded.
     pub fn new_sched(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         priority: u64,
         budget: u64,
         period: u64,
-    ) -> Result<Handle<SchedContext<A>>, Status> {
+    ) -> Result<Handle<SchedContext<A>>> {
         let account = self.memory.factory(factory)?;
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, account.max_priority)?;
         let (share, share_owner) = (Self::share(budget, period), self.memory.share_owner(factory));
         self.memory.exchange_share(share_owner, 0, share)?;
         let sched = SchedContext {
-            caps: Cell::new(0),
             priority: Cell::new(priority),
             max_priority: account.max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
-            remaining: Cell::new(0),
-            used: Cell::new(0),
-            accounted: Cell::new(0),
             refills: Refills::new(budget, A::now()),
-            refill: Cell::new(0),
             share_owner,
-            cpu: Cell::new(0),
-            owner: Cell::new(None),
-            holder: Cell::new(None),
-            state: Cell::new(SchedState::Idle),
-            next: Cell::new(None),
-            prev: Cell::new(None),
-            links: Links::new(),
+            ..SchedContext::default()
         };
         let made = self.memory.alloc(factory, sched);
         made.inspect_err(|_| self.memory.return_share(share_owner, share))
@@ -199,7 +190,7 @@ impl<A: Arch> Kernel<A> {
         priority: u64,
         budget: u64,
         period: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let sched = self.memory.at(handle);
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, sched.max_priority)?;
@@ -246,7 +237,7 @@ impl<A: Arch> Kernel<A> {
         &self,
         thread_handle: Handle<Thread<A>>,
         handle: Handle<SchedContext<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(thread_handle);
         let sched = self.memory.at(handle);
         if thread.own_sched.get().is_some_and(|own| self.memory.get(own).is_some())

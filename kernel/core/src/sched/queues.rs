@@ -7,10 +7,15 @@ use crate::pool::Handle;
 use super::{Cpu, SchedContext, SchedState};
 
 impl<A: Arch> Kernel<A> {
+    /// Enqueues `sched`, whose CPU is `cpu`: at the front or at the end of its priority.
     #[inline(always)]
-    pub(super) fn push(&self, handle: Handle<SchedContext<A>>, front: bool) {
-        let sched = self.memory.at(handle);
-        let cpu = &self.cpus[sched.cpu.get()];
+    pub(super) fn push(
+        &self,
+        cpu: &Cpu<A>,
+        (handle, sched): (Handle<SchedContext<A>>, &SchedContext<A>),
+        front: bool,
+    ) {
+        debug_assert!(core::ptr::eq(cpu, &self.cpus[sched.cpu.get()]), "the queue of another CPU");
         let queue = &cpu.queues[sched.priority.get()];
         let (near, far) =
             if front { (&queue.head, &queue.tail) } else { (&queue.tail, &queue.head) };

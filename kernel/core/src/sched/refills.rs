@@ -28,7 +28,8 @@ struct Refill {
     amount: u64,
 }
 
-/// Ring of the parts of a budget.
+/// Ring of the parts of a budget; by default, of none.
+#[derive(Default)]
 pub struct Refills {
     ring: [Cell<Refill>; REFILLS],
     first: Cell<usize>,
@@ -38,11 +39,7 @@ pub struct Refills {
 impl Refills {
     /// The whole budget, usable from `at`.
     pub fn new(budget: u64, at: u64) -> Self {
-        let refills = Self {
-            ring: [const { Cell::new(Refill { at: 0, amount: 0 }) }; REFILLS],
-            first: Cell::new(0),
-            count: Cell::new(0),
-        };
+        let refills = Self::default();
         refills.append(budget, at);
         refills
     }

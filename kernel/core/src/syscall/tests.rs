@@ -401,7 +401,7 @@ fn only_a_vm_s_own_vcpus_become_targets_of_its_interrupts() {
     let mut guest = |address| {
         let kernel = &world.kernel;
         let vm = kernel.new_vm(Some(world.factory), abi::vm_mode::NESTED).unwrap();
-        let events = kernel.memory.alloc(Some(world.factory), Notification::new()).unwrap();
+        let events = kernel.memory.alloc(Some(world.factory), Notification::default()).unwrap();
         let vcpu = kernel.new_vcpu(Some(world.factory), world.task, vm, address, events).unwrap();
         let slots = [ObjectRef::Vm(vm), ObjectRef::Vcpu(vcpu), ObjectRef::Notification(events)]
             .map(|object| world.insert_cap(object));

@@ -1,10 +1,10 @@
 //! Calls through gates and their replies.
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::Handle;
 use crate::thread::Next;
+use crate::{Kernel, Result};
 use abi::Status;
 use abi::args::GateReplyWait;
 
@@ -46,7 +46,7 @@ impl<A: Arch> Kernel<A> {
         thread: &Thread<A>,
         gate: Handle<Gate<A>>,
         content: CallContent,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
         let server = gate.thread;
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
@@ -80,7 +80,7 @@ impl<A: Arch> Kernel<A> {
         gate: &Gate<A>,
         partner: &Thread<A>,
         content: CallContent,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let server = gate.thread;
         let state = partner.state.get();
         if server == handle || matches!(state, ThreadState::Stopped) {
@@ -92,12 +92,13 @@ impl<A: Arch> Kernel<A> {
         if matches!(state, ThreadState::Receiving) {
             self.deliver(thread, partner, gate.badge, content)?;
             partner.callers.served.set(Some(handle));
-            self.block(handle, ThreadState::AwaitingReply { server, content });
+            self.block(handle, thread, ThreadState::AwaitingReply { server, content });
             self.wake(server);
             return Ok(());
         }
         self.enqueue_caller(partner, handle);
-        self.block(handle, ThreadState::Sending { server, badge: gate.badge, content });
+        let badge = gate.badge;
+        self.block(handle, thread, ThreadState::Sending { server, badge, content });
         // A server without a scheduling context continues on its caller's.
         self.donate(handle);
         Ok(())
@@ -112,13 +113,15 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         args: GateReplyWait,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let mut next = None;
         if let Some(caller) = thread.callers.served.get() {
             if args.replies() {
                 next = self.reply(cpu, handle, thread, caller)?;
             } else if args.waits() {
-                self.abort_caller(handle, thread, caller);
+                // No reply will follow.
+                thread.callers.served.set(None);
+                self.abort_call(handle, caller);
             }
         }
         if !args.waits() {
@@ -126,22 +129,15 @@ impl<A: Arch> Kernel<A> {
             self.wake(handle);
             return Ok(next);
         }
-        self.receive(cpu, handle, thread);
+        let pending = thread.bound.get().is_some() || thread.callers.head.get().is_some();
+        if !pending || !self.receive_pending(handle, thread) {
+            self.block(handle, thread, ThreadState::Receiving);
+        }
         Ok(next)
     }
 
-    /// Aborts the call being served: no reply will follow.
-    #[inline(never)]
-    fn abort_caller(
-        &self,
-        handle: Handle<Thread<A>>,
-        thread: &Thread<A>,
-        caller: Handle<Thread<A>>,
-    ) {
-        thread.callers.served.set(None);
-        self.abort_call(handle, caller);
-    }
-
+    /// Replies to `caller`. The reply to a fault message specifies if the faulting thread resumes
+    /// or stops.
     #[inline(always)]
     fn reply(
         &self,
@@ -149,25 +145,24 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         caller: Handle<Thread<A>>,
-    ) -> Result<Option<Next<'_, A>>, Status> {
+    ) -> Result<Option<Next<'_, A>>> {
         let Some(partner) = self.memory.get(caller) else {
             thread.callers.served.set(None);
             return Ok(None);
         };
-        if !matches!(
+        let is_message = matches!(
             partner.state.get(),
             ThreadState::AwaitingReply { content: CallContent::Message, .. }
-        ) {
-            self.reply_to_fault(handle, thread, caller);
-            self.cpus[cpu].resched.set(true);
-            return Ok(None);
+        );
+        if is_message {
+            self.deliver(thread, partner, 0, CallContent::Message)?;
         }
-        self.deliver(thread, partner, 0, CallContent::Message)?;
         thread.callers.served.set(None);
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
         // Fast path: resume the caller on its own scheduling context, without the scheduler.
-        if thread.donor.get() == Some(caller)
+        if is_message
+            && thread.donor.get() == Some(caller)
             && let Some(sched) = thread.sched.get()
         {
             thread.donor.set(None);
@@ -178,23 +173,10 @@ impl<A: Arch> Kernel<A> {
             // A server with its own scheduling context is enqueued when it next receives.
             return Ok(Some(Next { thread: partner, vcpu: None }));
         }
-        self.resume_caller(handle, thread, caller, true);
+        let resumed = is_message || thread.context.argument(2) == abi::FaultAction::Resume as u64;
+        self.resume_caller(handle, thread, caller, resumed);
         here.resched.set(true);
         Ok(None)
-    }
-
-    /// Handles the reply to a fault message: the faulting thread resumes or stops.
-    #[cold]
-    #[inline(never)]
-    fn reply_to_fault(
-        &self,
-        handle: Handle<Thread<A>>,
-        thread: &Thread<A>,
-        caller: Handle<Thread<A>>,
-    ) {
-        thread.callers.served.set(None);
-        let resumed = thread.context.argument(2) == abi::FaultAction::Resume as u64;
-        self.resume_caller(handle, thread, caller, resumed);
     }
 
     #[inline(never)]
@@ -212,23 +194,6 @@ impl<A: Arch> Kernel<A> {
             self.stop_thread(caller);
         }
         self.wake(handle);
-    }
-
-    /// Receives a pending event or the next queued caller, else blocks the server.
-    #[inline(always)]
-    fn receive(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        let pending = thread.bound.get().is_some() || thread.callers.head.get().is_some();
-        if pending && self.receive_pending(handle, thread) {
-            return;
-        }
-        let own = thread.sched.get();
-        thread.state.set(ThreadState::Receiving);
-        if let Some(own) = own {
-            self.dequeue(own);
-        }
-        if self.cpus[cpu].current.get() == Some(handle) {
-            self.cpus[cpu].resched.set(true);
-        }
     }
 
     /// Delivers a pending event or the next queued call to the server. Returns `false` if there is

@@ -5,18 +5,14 @@ use core::cell::Cell;
 use abi::Status;
 use abi::args::IrqSource;
 
-use crate::Kernel;
 use crate::arch::Arch;
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Account, Handle};
+use crate::{Kernel, Result};
 
 impl<A: Arch> Kernel<A> {
     /// Creates an interrupt. Fails with `Busy` if another one has the same line.
-    pub(crate) fn new_irq(
-        &self,
-        factory: Option<Handle<Factory>>,
-        source: IrqSource,
-    ) -> Result<Handle<Irq<A>>, Status> {
+    pub(crate) fn new_irq(&self, factory: Account, source: IrqSource) -> Result<Handle<Irq<A>>> {
         if !A::irq_valid(source) {
             return Err(Status::BadArgument);
         }

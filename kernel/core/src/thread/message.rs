@@ -4,11 +4,11 @@ use core::sync::atomic::Ordering;
 
 use abi::{Item, MessagePage, Status, Tag};
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::MESSAGE_WORK;
 use crate::object::*;
+use crate::{Kernel, Result};
 
 /// Offsets in a [`MessagePage`], in words.
 pub(super) const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
@@ -23,7 +23,7 @@ impl<A: Arch> Kernel<A> {
         receiver: &Thread<A>,
         badge: u64,
         content: CallContent,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let to = &receiver.context;
         if content == CallContent::Fault {
             Self::deliver_fault(sender, receiver);
@@ -60,12 +60,7 @@ impl<A: Arch> Kernel<A> {
 
     /// Transfers the part of a message in the message page: words and delegations.
     #[inline(never)]
-    fn deliver_page(
-        &self,
-        sender: &Thread<A>,
-        receiver: &Thread<A>,
-        tag: Tag,
-    ) -> Result<(), Status> {
+    fn deliver_page(&self, sender: &Thread<A>, receiver: &Thread<A>, tag: Tag) -> Result<()> {
         let (words, items) = (tag.words as usize, tag.items as usize);
         if words > MessagePage::WORDS || items > MessagePage::ITEMS {
             return Err(Status::Overflow);

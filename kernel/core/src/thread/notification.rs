@@ -5,10 +5,10 @@ use core::cell::Cell;
 use abi::Status;
 use abi::vcpu::doorbell;
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::Handle;
+use crate::{Kernel, Result};
 
 impl<A: Arch> Kernel<A> {
     /// Sets event bits and wakes the waiting thread.
@@ -56,15 +56,27 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(waiter);
         // A thread in `VcpuRun` reads the bits itself, or fails if the notification is destroyed.
         if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
-            self.clear_timeout(waiter, thread, deadline);
-            thread.state.set(ThreadState::InGuest { vcpu });
-        } else {
-            self.clear_timeout(waiter, thread, thread.state.get().deadline());
-            thread.context.set_status(status);
-            thread.context.set_result(0, bits.take());
-            thread.state.set(ThreadState::Ready);
+            return self.end_halt(waiter, thread, (vcpu, deadline));
         }
+        self.clear_timeout(waiter, thread, thread.state.get().deadline());
+        thread.context.set_status(status);
+        thread.context.set_result(0, bits.take());
+        thread.state.set(ThreadState::Ready);
         self.enqueue_thread(waiter, thread);
+    }
+
+    /// Makes a thread runnable that was `Halted { vcpu, deadline }`, and is not the notification's
+    /// waiter any more.
+    #[inline(always)]
+    pub(crate) fn end_halt(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        (vcpu, deadline): (Handle<Vcpu<A>>, u64),
+    ) {
+        self.clear_timeout(handle, thread, deadline);
+        thread.state.set(ThreadState::InGuest { vcpu });
+        self.enqueue_thread(handle, thread);
     }
 
     /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.
@@ -81,19 +93,18 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// `NotificationWait`.
+    /// `NotificationWait`, whose status is `Ok` unless the thread blocks.
     pub fn notification_wait(
         &self,
         handle: Handle<Thread<A>>,
         name: Handle<Notification<A>>,
         deadline: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let thread = self.memory.at(handle);
         let notification = self.memory.get(name).ok_or(Status::BadCapability)?;
         let bits = notification.bits.take();
         thread.context.set_result(0, bits);
         if bits != 0 {
-            thread.context.set_status(Status::Ok);
             return Ok(());
         }
         if deadline == 0 || deadline <= A::now() {
@@ -149,7 +160,7 @@ impl<A: Arch> Kernel<A> {
         &self,
         handle: Handle<Thread<A>>,
         name: Handle<Notification<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let (thread, notification) = (self.memory.at(handle), self.memory.at(name));
         let taken = notification.thread.get().is_some_and(|t| self.memory.get(t).is_some())
             || thread.bound.get().is_some_and(|n| self.memory.get(n).is_some());

@@ -675,6 +675,34 @@ fn a_vcpu_is_notified_without_events() {
 }
 
 #[test]
+fn a_notified_vcpu_does_not_wait_for_its_deadline() {
+    let mut world = start();
+    let Guest { events, vcpu, slot, .. } = guest(&mut world);
+    let (runner, other) = (world.thread(1), world.thread(0));
+    world.call(runner, Op::VcpuRun, &[slot]);
+    world.choose(runner);
+    let notification = world.kernel.memory.at(events);
+    assert!(world.kernel.halt(runner, world.at(runner), notification, 500));
+    world.finish();
+    assert_eq!(world.kernel.cpus[1].deadline(), 500);
+    machine(|machine| machine.kicks.take());
+    world.call(other, Op::VcpuNotify, &[slot]);
+    assert_eq!(world.kernel.cpus[1].deadline(), u64::MAX, "the timeout is disarmed");
+    assert!(machine(|machine| machine.kicks.take()).contains(&1));
+    check(&world.kernel);
+    assert!(world.current(1) == Some(runner));
+    assert!(matches!(world.at(runner).state.get(), ThreadState::InGuest { vcpu: in_guest }
+        if in_guest == vcpu));
+    // The next wait has a deadline of its own.
+    world.choose(runner);
+    let notification = world.kernel.memory.at(events);
+    assert!(world.kernel.halt(runner, world.at(runner), notification, 900));
+    world.finish();
+    assert_eq!((world.phase(runner), world.kernel.cpus[1].deadline()), (Phase::Blocked, 900));
+    world.end();
+}
+
+#[test]
 fn a_vcpu_s_notification_reaches_its_cpu() {
     let mut world = start();
     let Guest { vm, events, selector, vcpu, slot } = guest(&mut world);

@@ -4,22 +4,22 @@ use core::cell::Cell;
 
 use abi::Status;
 
-use crate::Kernel;
 use crate::arch::{Arch, ArchVcpu as _, Context};
 use crate::object::*;
 use crate::pool::Handle;
-use crate::pool::{Factory, Frame};
+use crate::pool::{Account, Frame};
+use crate::{Kernel, Result};
 
 impl<A: Arch> Kernel<A> {
     /// Creates a vCPU of `vm` and maps its state page at `address` of `task`.
     pub fn new_vcpu(
         &self,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         task: Handle<Task<A>>,
         vm: Handle<Vm<A>>,
         address: u64,
         notification: Handle<Notification<A>>,
-    ) -> Result<Handle<Vcpu<A>>, Status> {
+    ) -> Result<Handle<Vcpu<A>>> {
         let events = self.memory.get(notification).ok_or(Status::BadCapability)?;
         if events.vcpu.get().is_some_and(|vcpu| self.memory.get(vcpu).is_some()) {
             return Err(Status::Busy);
@@ -70,7 +70,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         vcpu: &Vcpu<A>,
-    ) -> Result<(), Status> {
+    ) -> Result<()> {
         let name = vcpu.handle.get().ok_or(Status::BadCapability)?;
         if vcpu.cpu.get().is_some_and(|cpu| cpu != thread.cpu) {
             return Err(Status::BadCpu);
@@ -99,9 +99,11 @@ impl<A: Arch> Kernel<A> {
     pub fn vcpu_notify(&self, vcpu: &Vcpu<A>) -> bool {
         let Some(name) = vcpu.runner.get() else { return false };
         let Some(runner) = self.memory.get(name) else { return false };
-        if matches!(runner.state.get(), ThreadState::Halted { .. }) {
-            self.leave_notification(runner);
-            self.end_blocking(name, Status::Ok, &Cell::new(0));
+        if let ThreadState::Halted { vcpu: halted, deadline } = runner.state.get() {
+            if let Some(notification) = self.memory.get(vcpu.notification) {
+                notification.waiter.set(None);
+            }
+            self.end_halt(name, runner, (halted, deadline));
         } else if runner.cpu != A::this_cpu() {
             A::kick(runner.cpu);
         }
@@ -128,7 +130,7 @@ impl<A: Arch> Kernel<A> {
             // The CPU must leave the guest before the processor structures are freed.
             if runner.cpu != A::this_cpu() {
                 A::shootdown(1 << runner.cpu);
-                self.clear_loaded_space(runner.cpu);
+                self.cpus[runner.cpu].space.set(None);
             }
             if matches!(runner.state.get(), ThreadState::Halted { .. }) {
                 self.end_wait(name, runner);

@@ -222,14 +222,12 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
 
     /// The root of shared tables.
     fn shared_root(&self) -> Result<Ref, NeedsFrames> {
-        match self.shared.get() {
-            Some(shared) => Ok(shared),
-            None => {
-                let shared = self.take_table(SHARED, self.top.get(), GuestSource::default())?;
-                self.shared.set(Some(shared));
-                Ok(shared)
-            }
+        if let Some(shared) = self.shared.get() {
+            return Ok(shared);
         }
+        let shared = self.take_table(SHARED, self.top.get(), GuestSource::default())?;
+        self.shared.set(Some(shared));
+        Ok(shared)
     }
 
     /// Table below an entry, if it was filled from the same entry and the same table of the guest.

@@ -215,8 +215,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
             return;
         }
         for slot in of.slots() {
-            let child = self.child(table, slot);
-            if let Some(child) = child
+            if let Some(child) = self.child(table, slot)
                 && self.table(child).parent.get() == Some(table)
             {
                 self.leave(child);

@@ -277,10 +277,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
             of.trace.set_alias(Some(here));
             of.trace.is_dirty.set(of.trace.is_dirty.get() || self.options.get().protect);
         }
-        if self.options.get().protect {
-            return leaf;
-        }
-        leaf & !F::DIRTY
+        if self.options.get().protect { leaf } else { leaf & !F::DIRTY }
     }
 
     /// Counts a leaf that was written; its copy has the guest's page.

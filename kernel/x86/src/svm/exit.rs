@@ -17,63 +17,43 @@ use crate::hvm::internal;
 
 /// Exit reasons, indexed by `EXITCODE`.
 static REASONS: [u8; 0x90] = {
-    let mut table = [UNKNOWN as u8; 0x90];
-    let mut code = exit::CR0_READ;
-    while code <= exit::CR15_WRITE {
-        table[code as usize] = CONTROL_REGISTER as u8;
+    let mut table = [0; 0x90];
+    let mut code = 0;
+    while code < table.len() {
+        table[code] = listed_reason(code as u64) as u8;
         code += 1;
-    }
-    code = exit::EXCEPTION_BASE;
-    while code <= exit::EXCEPTION_LAST {
-        table[code as usize] = EXCEPTION as u8;
-        code += 1;
-    }
-    let mut index = 0;
-    while index < SINGLE.len() {
-        let (code, reason) = SINGLE[index];
-        table[code as usize] = reason as u8;
-        index += 1;
     }
     table
 };
 
-/// Exit codes with a reason of their own.
-const SINGLE: [(u64, u64); 34] = [
-    (exit::MACHINE_CHECK, internal::MACHINE_CHECK),
-    (exit::INTR, internal::HOST_INTERRUPT),
-    (exit::NMI, internal::HOST_INTERRUPT),
-    (exit::SMI, internal::HOST_INTERRUPT),
-    (exit::INIT, internal::HOST_INTERRUPT),
-    (exit::FERR_FREEZE, internal::HOST_INTERRUPT),
-    (exit::VINTR, WINDOW),
-    (exit::CR0_SEL_WRITE, CONTROL_REGISTER),
-    (exit::INVLPG, INVALIDATE),
-    (exit::RDPMC, PROTECTED),
-    (exit::CPUID, CPUID),
-    (exit::RSM, UNDEFINED),
-    (exit::IRET, IRET),
-    (exit::INVD, CACHE_FLUSH),
-    (exit::WBINVD, CACHE_FLUSH),
-    (exit::PAUSE, PAUSE),
-    (exit::HLT, HALT),
-    (exit::INVLPGA, UNDEFINED),
-    (exit::IOIO, PORT),
-    (exit::MSR, MSR),
-    (exit::TASK_SWITCH, TASK_SWITCH),
-    (exit::SHUTDOWN, SHUTDOWN),
-    (exit::VMRUN, UNDEFINED),
-    (exit::VMMCALL, HYPERCALL),
-    (exit::VMLOAD, UNDEFINED),
-    (exit::VMSAVE, UNDEFINED),
-    (exit::STGI, UNDEFINED),
-    (exit::CLGI, UNDEFINED),
-    (exit::SKINIT, UNDEFINED),
-    (exit::MONITOR, UNDEFINED),
-    (exit::MWAIT, UNDEFINED),
-    (exit::MWAIT_ARMED, UNDEFINED),
-    (exit::XSETBV, XSETBV),
-    (exit::RDPRU, UNDEFINED),
-];
+/// Exit reason of a code in [`REASONS`].
+const fn listed_reason(code: u64) -> u64 {
+    match code {
+        exit::CR0_READ..=exit::CR15_WRITE | exit::CR0_SEL_WRITE => CONTROL_REGISTER,
+        exit::MACHINE_CHECK => internal::MACHINE_CHECK,
+        exit::EXCEPTION_BASE..=exit::EXCEPTION_LAST => EXCEPTION,
+        exit::INTR..=exit::INIT | exit::FERR_FREEZE => internal::HOST_INTERRUPT,
+        exit::VINTR => WINDOW,
+        exit::INVLPG => INVALIDATE,
+        exit::RDPMC => PROTECTED,
+        exit::CPUID => CPUID,
+        exit::IRET => IRET,
+        exit::INVD | exit::WBINVD => CACHE_FLUSH,
+        exit::PAUSE => PAUSE,
+        exit::HLT => HALT,
+        exit::IOIO => PORT,
+        exit::MSR => MSR,
+        exit::TASK_SWITCH => TASK_SWITCH,
+        exit::SHUTDOWN => SHUTDOWN,
+        exit::VMMCALL => HYPERCALL,
+        exit::XSETBV => XSETBV,
+        // Instructions that guests do not have.
+        exit::RSM | exit::INVLPGA | exit::RDPRU => UNDEFINED,
+        exit::VMRUN | exit::VMLOAD..=exit::SKINIT => UNDEFINED,
+        exit::MONITOR..=exit::MWAIT_ARMED => UNDEFINED,
+        _ => UNKNOWN,
+    }
+}
 
 /// Translates `EXITCODE`.
 #[inline(always)]
@@ -170,10 +150,55 @@ mod tests {
     use super::*;
     use abi::vcpu::exit::FIRST_OF_ARCH;
 
+    /// Reasons of single exit codes.
+    const SINGLE: [(u64, u64); 34] = [
+        (exit::MACHINE_CHECK, internal::MACHINE_CHECK),
+        (exit::INTR, internal::HOST_INTERRUPT),
+        (exit::NMI, internal::HOST_INTERRUPT),
+        (exit::SMI, internal::HOST_INTERRUPT),
+        (exit::INIT, internal::HOST_INTERRUPT),
+        (exit::FERR_FREEZE, internal::HOST_INTERRUPT),
+        (exit::VINTR, WINDOW),
+        (exit::CR0_SEL_WRITE, CONTROL_REGISTER),
+        (exit::INVLPG, INVALIDATE),
+        (exit::RDPMC, PROTECTED),
+        (exit::CPUID, CPUID),
+        (exit::RSM, UNDEFINED),
+        (exit::IRET, IRET),
+        (exit::INVD, CACHE_FLUSH),
+        (exit::WBINVD, CACHE_FLUSH),
+        (exit::PAUSE, PAUSE),
+        (exit::HLT, HALT),
+        (exit::INVLPGA, UNDEFINED),
+        (exit::IOIO, PORT),
+        (exit::MSR, MSR),
+        (exit::TASK_SWITCH, TASK_SWITCH),
+        (exit::SHUTDOWN, SHUTDOWN),
+        (exit::VMRUN, UNDEFINED),
+        (exit::VMMCALL, HYPERCALL),
+        (exit::VMLOAD, UNDEFINED),
+        (exit::VMSAVE, UNDEFINED),
+        (exit::STGI, UNDEFINED),
+        (exit::CLGI, UNDEFINED),
+        (exit::SKINIT, UNDEFINED),
+        (exit::MONITOR, UNDEFINED),
+        (exit::MWAIT, UNDEFINED),
+        (exit::MWAIT_ARMED, UNDEFINED),
+        (exit::XSETBV, XSETBV),
+        (exit::RDPRU, UNDEFINED),
+    ];
+
     #[test]
     fn reasons_of_all_codes() {
         for (code, expected) in SINGLE {
             assert_eq!(reason(code), expected, "{code:#x}");
+        }
+        for code in exit::CR0_READ..=exit::CR15_WRITE {
+            assert_eq!(reason(code), CONTROL_REGISTER, "{code:#x}");
+        }
+        let exceptions = exit::EXCEPTION_BASE..=exit::EXCEPTION_LAST;
+        for code in exceptions.filter(|&code| code != exit::MACHINE_CHECK) {
+            assert_eq!(reason(code), EXCEPTION, "{code:#x}");
         }
         assert_eq!(reason(exit::NPF), MEMORY_FAULT);
         for code in [exit::INVALID, exit::INVALID_LOW] {

@@ -1,10 +1,10 @@
 //! Memory virtualization of a vCPU on SVM: by the processor, by shadow tables, or by the VMM.
 
-use abi::Status;
 use abi::vcpu::x86::{VcpuState, group};
 use hw_x86::vmcb::{ControlArea, Vmcb};
+use kernel_core::Result;
 use kernel_core::object::Translation;
-use kernel_core::pool::{Factory, Handle, Memory};
+use kernel_core::pool::{Account, Memory};
 
 use super::exit;
 use crate::guest_virtual::GuestVirtual;
@@ -26,10 +26,10 @@ impl GuestPaging {
     /// Creates its state, and configures the VMCB for it. Fails without quota.
     pub fn new(
         memory: &Memory,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         translation: Translation,
         vmcb: &Vmcb,
-    ) -> Result<Self, Status> {
+    ) -> Result<Self> {
         match translation {
             Translation::Nested => Ok(Self::Nested),
             Translation::Vtlb(pool) => Shadow::new(memory, factory, pool, vmcb).map(Self::Shadow),

@@ -3,13 +3,12 @@
 use core::cell::Cell;
 use core::ptr;
 
-use abi::Status;
 use abi::vcpu::RunControl;
 use abi::vcpu::x86::{VcpuState, group};
 use kernel_core::arch::ArchVcpu;
 use kernel_core::object::{Notification, Translation, Vcpu, Vm};
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
-use kernel_core::{Kernel, count};
+use kernel_core::pool::{Account, Frame, Memory};
+use kernel_core::{Kernel, Result, count};
 
 use crate::fpu::{ExtendedState, Owner};
 use crate::hvm::Hvm;
@@ -40,10 +39,10 @@ pub struct VcpuFrames {
 impl ArchVcpu for VcpuFrames {
     fn new(
         memory: &Memory,
-        factory: Option<Handle<Factory>>,
+        factory: Account,
         state: Frame,
         translation: Translation,
-    ) -> Result<Self, Status> {
+    ) -> Result<Self> {
         let hvm = Extension::new(memory, factory, translation)?;
         let extended = ExtendedState::new(memory, factory).inspect_err(|_| hvm.free(memory))?;
         let this = Self {
@@ -90,7 +89,7 @@ impl VcpuFrames {
     /// Applies groups other than `IP` that the VMM has changed. `is_owner`: the CPU holds this
     /// vCPU's extended state. Fails for an XCR0 that the machine does not support.
     #[cold]
-    pub fn write_slow_groups(&self, dirty: u64, is_owner: bool) -> Result<(), Status> {
+    pub fn write_slow_groups(&self, dirty: u64, is_owner: bool) -> Result<()> {
         let state = self.state();
         self.hvm.write_groups(state, dirty);
         if dirty & group::VECTORS != 0 {
