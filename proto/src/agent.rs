@@ -28,7 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -169,6 +169,8 @@ pub struct Mount<'a> {
     pub place: &'a [u8],
     /// Read-only.
     pub read_only: bool,
+    /// New files belong to the guest's user who makes them.
+    pub owners: bool,
 }
 
 /// Configuration of the network interface.

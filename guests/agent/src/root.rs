@@ -7,7 +7,7 @@ use rustix::fs::{self, Mode};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_move};
 use rustix::process::{chdir, chroot};
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs as files;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -66,7 +66,7 @@ const LINKS: [(&str, &str); 4] = [
 /// its own rights.
 const NINEP: &str = "trans=virtio,version=9p2000.L,msize=512000,access=any";
 /// The same for a directory with the owners of files: one session for each user.
-const NINEP_OWNERS: &str = "trans=virtio,version=9p2000.L,msize=512000,cache=mmap";
+const NINEP_OWNERS: &CStr = c"trans=virtio,version=9p2000.L,msize=512000,cache=mmap";
 
 /// Adds to an error what was done.
 fn named(what: impl std::fmt::Display) -> impl FnOnce(Errno) -> io::Error {
@@ -128,10 +128,14 @@ pub fn mount_shares(mounts: &[Mount<'_>]) -> io::Result<()> {
     // Parents come before the directories below them, whatever the order of the request.
     let mut mounts: Vec<&Mount<'_>> = mounts.iter().collect();
     mounts.sort_by_key(|mount| mount.place.len());
-    for Mount { tag, place, read_only } in mounts {
+    for Mount { tag, place, read_only, owners } in mounts {
         let place = Path::new(OsStr::from_bytes(place));
         create(place)?;
-        mount_share(tag, place, *read_only)?;
+        if *owners {
+            mount_owners(tag, place)?;
+        } else {
+            mount_share(tag, place, *read_only)?;
+        }
     }
     Ok(())
 }
@@ -170,15 +174,19 @@ fn mount_share(tag: &str, place: &Path, read_only: bool) -> io::Result<()> {
         .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
 }
 
+/// Mounts a shared directory with the owners of files, for changes.
+fn mount_owners(tag: &str, place: &Path) -> io::Result<()> {
+    mount(tag, place, "9p", MountFlags::NODEV, Some(NINEP_OWNERS))
+        .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
+}
+
 /// Mounts a new root in memory, with the directory of containers, and a disk for their changes.
 fn mount_pod(tag: &str, has_scratch: bool) -> io::Result<()> {
     mount("tmpfs", NEW, "tmpfs", MountFlags::empty(), Some(c"mode=755"))
         .map_err(named("mount the root"))?;
     let place = Path::new(NEW).join(POD.trim_start_matches('/'));
     create(&place)?;
-    let data = CString::new(NINEP_OWNERS)?;
-    mount(tag, &place, "9p", MountFlags::NODEV, Some(&*data))
-        .map_err(named(format_args!("mount the shared directory {tag}")))?;
+    mount_owners(tag, &place)?;
     if has_scratch {
         let place = Path::new(NEW).join(container::SCRATCH.trim_start_matches('/'));
         create(&place)?;

@@ -148,10 +148,11 @@ impl Plan {
 
     /// Returns the mounts for the agent.
     pub fn mounts(&self) -> heapless::Vec<Mount<'_>, MAX_MOUNTS> {
-        let mounts = self.shared.iter().map(|Shared { place, tag, read_only, .. }| Mount {
-            tag,
-            place: place.as_os_str().as_bytes(),
-            read_only: *read_only,
+        let mounts = self.shared.iter().map(|shared| Mount {
+            tag: &shared.tag,
+            place: shared.place.as_os_str().as_bytes(),
+            read_only: shared.read_only,
+            owners: shared.owners,
         });
         // `parador run` refuses more.
         mounts.take(MAX_MOUNTS).collect()

@@ -265,6 +265,9 @@ pub fn owners() -> Result<()> {
     let tree = rig.path("tree");
     fs::create_dir_all(tree.join("bin")).context("cannot make a folder")?;
     fs::copy("/bin/busybox", tree.join("bin/busybox")).context("cannot copy busybox")?;
+    symlink("busybox", tree.join("bin/sh")).context("cannot make a link")?;
+    fs::create_dir(tree.join("etc")).context("cannot make a folder")?;
+    fs::write(tree.join("etc/passwd"), "web:x:1234:99::/:/bin/sh\n").context("no users")?;
     let changed = rig.path("changed");
     fs::create_dir(&changed).context("cannot make a folder")?;
     let secret = tree.join("secret");
@@ -274,7 +277,8 @@ pub fn owners() -> Result<()> {
     command.args(["--rw", &option]).arg(&tree).args(["--", "busybox", "sh", "-ec"]);
     command.arg(format!(
         "cd {}; busybox cat /secret; busybox touch made; busybox chown 1234:99 made
-        busybox chmod 4750 made; busybox touch other",
+        busybox chmod 4750 made; busybox touch other; busybox chmod 777 .
+        busybox su web -c 'busybox mkdir folder; busybox touch folder/inner'",
         changed.display()
     ));
     if !rustix::process::geteuid().is_root() {
@@ -290,7 +294,12 @@ pub fn owners() -> Result<()> {
     let ended = run(&mut command, "")?;
     let output = String::from_utf8_lossy(&ended.stdout);
     ensure!(ended.status.success() && output == "of 1234\n", "{ended:?}");
-    for (name, owners, mode) in [("made", (1234, 99), 0o104_750), ("other", (0, 0), 0o100_644)] {
+    for (name, owners, mode) in [
+        ("made", (1234, 99), 0o104_750),
+        ("other", (0, 0), 0o100_644),
+        ("folder", (1234, 99), 0o040_755),
+        ("folder/inner", (1234, 99), 0o100_644),
+    ] {
         let found = fs::metadata(changed.join(name)).context("no file")?;
         let is_good = (found.uid(), found.gid()) == owners && found.mode() == mode;
         ensure!(is_good, "{name}: {found:?}");
