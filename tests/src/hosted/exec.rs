@@ -32,7 +32,7 @@ const CASE: Case =
     Case { options: &[], root: "/", command: &[], input: "", code: 0, output: "", errors: "" };
 
 /// `FOLDER` stands for the current folder.
-const CASES: [Case; 21] = [
+const CASES: [Case; 22] = [
     Case {
         command: &["sh", "-c", "echo out; echo err >&2; exit 42"],
         code: 42,
@@ -50,6 +50,12 @@ const CASES: [Case; 21] = [
     Case {
         command: &["sh", "-ec", "echo made >made; echo gone >/etc/parador-gone; cat made"],
         output: "made\n",
+        ..CASE
+    },
+    // Times have nanoseconds.
+    Case {
+        command: &["sh", "-ec", "touch -d @1000000000.123456789 made; stat -c %.9Y made"],
+        output: "1000000000.123456789\n",
         ..CASE
     },
     Case {

@@ -25,7 +25,7 @@ type Builtin = (&'static str, &'static str);
 const CONFIG: &str = include_str!("../../../../guests/linux/kernel/config");
 const TUNING: &str = include_str!("../../../../guests/linux/kernel/patches/optional/config");
 /// In the order of application.
-const REQUIRED: [Builtin; 17] = ours![
+const REQUIRED: [Builtin; 18] = ours![
     "patches/required/0001-layout-checks.patch",
     "patches/required/0002-image-addresses.patch",
     "patches/required/0003-user-limit.patch",
@@ -43,6 +43,7 @@ const REQUIRED: [Builtin; 17] = ours![
     "patches/required/0015-probed-addresses.patch",
     "patches/required/0016-32-bit-addresses.patch",
     "patches/required/0017-thread-descriptors.patch",
+    "patches/required/0018-file-times.patch",
 ];
 /// In the order of application, after the required ones.
 const OPTIONAL: [Builtin; 7] = ours![
