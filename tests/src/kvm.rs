@@ -40,7 +40,7 @@ const SCRIPT: &str = r#"
 quiet() { parador run "$@" -i busybox -m ${memory:-128M} --timeout 300s 2>&1; }
 
 echo "== debian"
-printf 'echo $((6*7)) is\nuname -r\necho has $(nproc)\nmachine-exit 7\n' |
+printf 'echo $((6*7)) is\nuname -r\necho has $(nproc)\nsleep 1\nmachine-exit 7\n' |
     quiet /vmlinuz -c 2 -p quiet
 echo "code $?"
 

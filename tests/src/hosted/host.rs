@@ -23,7 +23,7 @@ pub fn copied() -> Result<()> {
         command.env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
         command
     };
-    end(&mut run(), "echo $((6*7)) is\nmachine-exit 9\n")?.well(9, &["\n42 is\n"])?;
+    end(&mut run(), "echo $((6*7)) is\nsleep 1\nmachine-exit 9\n")?.well(9, &["\n42 is\n"])?;
     // Its processes have the program's name.
     let mut child = start(&mut run())?;
     children(&child)?;
