@@ -7,6 +7,7 @@
 use abi::Status;
 
 use crate::Result;
+
 /// Index bits per level.
 const LEVEL_BITS: u32 = 9;
 
