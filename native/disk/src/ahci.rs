@@ -173,6 +173,8 @@ pub struct AhciDisk<'m, C> {
     issued: u32,
     /// Slots that have ended and were not reported, and those of them that failed.
     ended: u32,
+    /// Interrupts that the disk has withdrawn and [`collect`](Self::collect) has not seen.
+    withdrawn: u32,
     failed: u32,
     /// Slots that wait for issue.
     waiting: u32,
@@ -258,6 +260,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             commands: [Command::FLUSH; SLOTS],
             issued: 0,
             ended: 0,
+            withdrawn: 0,
             failed: 0,
             waiting: 0,
             plain: 0,
@@ -491,7 +494,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
     /// Collects completed slots.
     fn collect(&mut self) -> Result<(), DeviceError> {
         // The interrupt status comes first: a completion after that read interrupts again.
-        let before = self.acknowledge();
+        let before = core::mem::take(&mut self.withdrawn) | self.acknowledge();
         let done = self.issued & !self.active();
         // An error up to this point is reported now.
         if (before | self.read(port::INTERRUPTS)) & port::ERRORS != 0 {
@@ -572,6 +575,12 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
 
     fn flush_doorbell(&mut self) {
         self.issue();
+    }
+
+    fn acknowledge_interrupt(&mut self) {
+        // Also without commands in flight: one may have been collected before it interrupted, and a
+        // line that stays high interrupts for ever.
+        self.withdrawn |= self.acknowledge();
     }
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {

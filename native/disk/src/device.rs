@@ -50,7 +50,7 @@ pub trait Disk {
     fn flush_doorbell(&mut self);
     /// Makes the disk withdraw its interrupt. Commands that completed before need not interrupt
     /// again.
-    fn acknowledge_interrupt(&mut self) {}
+    fn acknowledge_interrupt(&mut self);
     /// Returns the next completed command. An error of the device ends the server.
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError>;
 }

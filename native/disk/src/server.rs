@@ -289,6 +289,7 @@ mod tests {
             queue.push((number, *command));
         }
         fn flush_doorbell(&mut self) {}
+        fn acknowledge_interrupt(&mut self) {}
         fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
             let fake = &mut *self.borrow_mut();
             if fake.ready == 0 || fake.queue.is_empty() {

@@ -80,6 +80,31 @@ fn an_error_at_any_moment_is_no_success() {
     }
 }
 
+/// At each access, a command ends; its interrupt does not stay after the driver has seen it, and an
+/// error that it withdraws is not lost.
+#[test]
+fn interrupts_are_withdrawn_without_commands_in_flight() {
+    const INTERRUPTS: u64 = PORT + port::INTERRUPTS;
+    for accesses in 0..12 {
+        for (sector, expected) in [(6, Status::Ok), (7, Status::Failed)] {
+            let memory = memory();
+            let fake = Fake::new(FakeConfig { bad: [7].into(), ..FakeConfig::default() }, &memory);
+            let mut disk = new(&fake, &memory, None).unwrap();
+            disk.start(3, &command(Operation::Write, sector));
+            disk.flush_doorbell();
+            fake.end_after(accesses);
+            let status = (0..20).find_map(|_| {
+                disk.acknowledge_interrupt();
+                disk.completed().unwrap()
+            });
+            assert_eq!(status, Some((3, expected)), "{accesses}");
+            disk.acknowledge_interrupt();
+            assert_eq!((&fake).read(INTERRUPTS), 0, "{accesses}");
+            assert_eq!(disk.completed(), Ok(None), "{accesses}");
+        }
+    }
+}
+
 #[test]
 fn of_several_only_the_bad_one_fails() {
     let memory = memory();
