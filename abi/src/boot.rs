@@ -8,7 +8,7 @@ pub const ROOT_MESSAGE_PAGE: u64 = 0x3f_ff10_0000;
 /// Top of root's first stack, which grows down and has [`ROOT_STACK_PAGES`] pages.
 pub const ROOT_STACK_TOP: u64 = 0x3f_ff30_0000;
 /// Length of root's first stack in pages.
-pub const ROOT_STACK_PAGES: u64 = 64;
+pub const ROOT_STACK_PAGES: u64 = 96;
 /// Base of the window in which root's physical memory is mapped: physical address `p` at
 /// `PHYSICAL_WINDOW + p`; RAM write-back, device regions uncached.
 pub const PHYSICAL_WINDOW: u64 = 0x40_0000_0000;

@@ -13,3 +13,4 @@ pub mod pl011;
 pub mod pl031;
 pub mod psci;
 pub mod registers;
+pub mod smmu;

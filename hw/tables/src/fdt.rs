@@ -2,6 +2,7 @@
 //! emulators pass it to kernels. Integers are big-endian.
 
 mod devices;
+pub mod pci;
 
 use crate::bytes;
 

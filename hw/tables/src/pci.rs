@@ -23,6 +23,8 @@ pub mod register {
     pub const SECONDARY_BUS: u16 = 0x19;
     /// First capability, 8 bits.
     pub const CAPABILITIES: u16 = 0x34;
+    /// Pin of the interrupt by line, 8 bits: 1 to 4 for INTA to INTD; 0: none.
+    pub const INTERRUPT_PIN: u16 = 0x3d;
 }
 
 /// Bits of the command register (section 6.2.2).

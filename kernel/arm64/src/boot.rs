@@ -346,11 +346,6 @@ extern "C" fn continue_on_own_stack(machine: &'static mut Machine) -> ! {
     if !gic::init_cpu(place) {
         panic!("the first CPU has no interrupt controller");
     }
-    machine.devices = machine.memory.holes();
-    // Those that it does not have are empty.
-    for range in machine.interrupt_controller {
-        machine.devices.remove(range.outward());
-    }
     smp::start_all(machine);
     remove_identity_map();
     start::bsp_main(machine)

@@ -2,7 +2,7 @@
 
 use hw_arm64::gic::{self, Version};
 use hw_arm64::{pl011, psci};
-use hw_tables::fdt::{Fdt, Node};
+use hw_tables::fdt::{Fdt, Node, pci};
 use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
 use kernel_run::command_line::CommandLine;
 use kernel_run::ranges::{Range, RangeSet};
@@ -18,7 +18,8 @@ pub type MachineError = &'static str;
 pub struct Machine {
     /// Physical memory. Root gets everything that remains in `free`.
     pub memory: BootMemory,
-    /// Device memory below 4 GiB: everything except RAM and the interrupt controller's registers.
+    /// Device memory: below 4 GiB everything except RAM and the interrupt controller's registers,
+    /// above it the configuration space of PCI.
     pub devices: RangeSet<MAX_RAM>,
     /// Boot module (initial RAM disk), page-aligned; in neither the free nor the used memory.
     pub bundle: Option<Range>,
@@ -90,12 +91,28 @@ impl Machine {
         });
         self.read_cpus(fdt);
         self.read_interrupts(fdt)?;
+        self.read_devices(fdt, limit);
         let firmware = fdt.node("/psci");
         self.has_psci = firmware.is_some_and(|node| {
             let is_known = psci::COMPATIBLE.into_iter().any(|name| node.is_compatible(name));
             is_known && node.text("method") == Some("smc")
         });
         Ok(())
+    }
+
+    fn read_devices(&mut self, fdt: &Fdt<'_>, limit: u64) {
+        self.devices = self.memory.holes();
+        let pci = fdt.find(pci::COMPATIBLE, |_| true);
+        for (base, length) in pci.iter().flat_map(Node::ranges) {
+            let space = Range::sized(base, length).inward();
+            if space.base >= FOUR_GIB && space.end <= limit {
+                self.devices.insert(space);
+            }
+        }
+        // Those that it does not have are empty.
+        for range in self.memory.ram.as_slice().iter().chain(&self.interrupt_controller) {
+            self.devices.remove(range.outward());
+        }
     }
 
     fn read_cpus(&mut self, fdt: &Fdt<'_>) {

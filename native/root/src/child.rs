@@ -65,6 +65,8 @@ pub enum StartError {
     Device,
     /// Another device has registers in the same page as the device.
     SharedPage,
+    /// Another child has the interrupt line of the device.
+    SharedLine,
     /// The child's description exceeds the start page.
     Description,
     /// The program cannot be loaded.
@@ -82,6 +84,10 @@ impl fmt::Display for StartError {
             Self::SharedPage => to.write_str(
                 "another device has registers in the same page as the server's: \
                  give each a page (QEMU: bus=virtio-mmio-bus.N, eight of which share one)",
+            ),
+            Self::SharedLine => to.write_str(
+                "another server has the device's interrupt line: \
+                 put it into a slot with another one (QEMU: addr=N, every fourth shares one)",
             ),
             error => write!(to, "{error:?}"),
         }

@@ -41,12 +41,12 @@ fn places(tree: &Fdt) -> Vec<Place, MAX_TRANSPORTS> {
     // The search accepts none, to visit all.
     let _ = tree.find(register::COMPATIBLE, |node| {
         if let Some((base, length)) = node.ranges().next()
-            && let Some(interrupt) = node.gic_interrupt(0)
+            && let Some((interrupt, is_level)) = node.gic_line(0)
             && length >= register::LENGTH
             && base % PAGE_SIZE <= PAGE_SIZE - register::LENGTH
         {
             // Those beyond the limit are not searched.
-            let _ = places.push(Place { base, interrupt, is_level: node.is_gic_level(0) });
+            let _ = places.push(Place { base, interrupt, is_level });
         }
         false
     });

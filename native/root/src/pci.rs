@@ -3,26 +3,25 @@
 //! Only root writes configuration space: addresses, bus mastering and interrupt messages are
 //! settings by which a device could access foreign memory. A server gets the function's registers
 //! and reads its configuration. Pages with the MSI-X table are not mapped; root fills the table so
-//! that all interrupts of the function use the first entry.
+//! that all interrupts of the function use the first entry. Where the firmware describes the lines
+//! of functions (INTx), a server's function interrupts by its line instead.
 //!
-//! A function may access memory only between [`Function::enable`] and [`Function::disable`], while
+//! A function may access memory only between [`Function::start`] and [`Function::disable`], while
 //! its server lives.
 
+use abi::PAGE_SIZE;
 use heapless::Vec;
-use hw_tables::acpi::{Mcfg, Rsdp, Table, Tables, find_rsdp};
 use hw_tables::pci::{
     BARS, DEVICES, FUNCTIONS, MemoryBar, SPACE, capabilities, capability, command, msi, msi_x,
     register,
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
+use native_rt::warn;
 use proto::system::{PciClass, VirtioClass};
 
-use crate::platform::HAS_ACPI;
+use crate::platform;
 
-/// Firmware area with the root pointer if the boot loader did not pass it (ACPI 6.5, section
-/// 5.2.5.1).
-const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
 /// Maximum number of buses that are searched.
 const MAX_BUSES: usize = 32;
 
@@ -58,19 +57,38 @@ impl core::fmt::Display for Address {
 pub struct Bar {
     /// Index of the base address register.
     pub number: u8,
-    /// Physical address.
+    /// Physical address; 0: none is assigned.
     pub base: u64,
     /// Length in bytes, a power of two.
     pub length: u64,
+}
+
+/// The host bridge, as the firmware describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostBridge {
+    /// Physical address of the configuration space of bus 0.
+    pub base: u64,
+    /// First and last bus.
+    pub buses: (u8, u8),
+    /// Address and length in bytes of the memory for registers that the firmware has not assigned;
+    /// `None`: it assigns all.
+    pub window: Option<(u64, u64)>,
+}
+
+/// Interrupt of a function's line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// Its number, as the kernel counts it.
+    pub interrupt: u32,
+    /// It is level-triggered.
+    pub is_level: bool,
 }
 
 /// Configuration space, as far as root can access it.
 #[derive(Clone, Copy)]
 pub struct Pci<'a> {
     boot: &'a Boot,
-    base: u64,
-    first_bus: u8,
-    last_bus: u8,
+    host: HostBridge,
 }
 
 /// A PCI function.
@@ -84,35 +102,40 @@ pub struct Function<'a> {
     registers: DeviceRegisters,
 }
 
-/// Returns the ACPI table with a signature, if the firmware has one.
-pub fn table(boot: &Boot, signature: &[u8; 4]) -> Option<Table<'static>> {
-    if !HAS_ACPI {
-        return None;
-    }
-    let memory = |address, length| boot.firmware(address, length);
-    let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
-        // The loader's copy of the pointer may be in inaccessible memory.
-        let bytes = boot.firmware(BIOS.0, BIOS.1)?;
-        let rsdp = Rsdp::parse(bytes.get(find_rsdp(bytes)?..)?).ok()?;
-        Tables::new(rsdp, memory).ok()
-    })?;
-    tables.find(signature)
-}
-
 impl<'a> Pci<'a> {
     /// Finds the configuration space of segment 0; `None` if the firmware describes none.
     pub fn find(boot: &'a Boot) -> Option<Self> {
-        let range = Mcfg::parse(table(boot, Mcfg::SIGNATURE)?).ok()?;
-        let range = range.ranges().find(|range| range.segment == 0)?;
-        let (first_bus, last_bus) = (range.first_bus, range.last_bus);
-        Some(Self { boot, base: range.base, first_bus, last_bus })
+        Some(Self { boot, host: platform::pci_host(boot)? })
+    }
+
+    /// Assigns addresses to the registers that have none, where the firmware leaves that to the
+    /// system. All functions get whole pages.
+    pub fn assign(self) {
+        let Some((base, length)) = self.host.window else { return };
+        let window = base..base.saturating_add(length);
+        let mut next = base;
+        self.for_each(|function| {
+            let assigned = function.all_bars().into_iter().filter(|bar| window.contains(&bar.base));
+            next = assigned.fold(next, |next, bar| next.max(bar.base + bar.length));
+        });
+        self.for_each(|function| {
+            for bar in function.all_bars().iter().filter(|bar| bar.base == 0) {
+                let Some(place) = place(next, bar.length, window.end) else {
+                    warn!("no addresses for registers of PCI function {}", function.address);
+                    continue;
+                };
+                function.set_bar(bar.number, place);
+                next = place + bar.length;
+            }
+        });
     }
 
     fn function(self, address: Address) -> Option<Function<'a>> {
-        if !(self.first_bus..=self.last_bus).contains(&address.bus) {
+        let (first, last) = self.host.buses;
+        if !(first..=last).contains(&address.bus) {
             return None;
         }
-        let configuration = self.base.checked_add(u64::from(address.number()) * SPACE)?;
+        let configuration = self.host.base.checked_add(u64::from(address.number()) * SPACE)?;
         let registers = self.boot.registers(configuration, SPACE)?;
         let function = Function { boot: self.boot, address, configuration, registers };
         (registers.read16(register::VENDOR.into()) != u16::MAX).then_some(function)
@@ -122,7 +145,7 @@ impl<'a> Pci<'a> {
     fn search<T>(self, mut found: impl FnMut(Function<'a>) -> Option<T>) -> Option<T> {
         let mut buses: Vec<u8, MAX_BUSES> = Vec::new();
         // There is room for one.
-        let _ = buses.push(self.first_bus);
+        let _ = buses.push(self.host.buses.0);
         let mut next = 0;
         while let Some(&bus) = buses.get(next) {
             next += 1;
@@ -148,6 +171,15 @@ impl<'a> Pci<'a> {
             }
         }
         None
+    }
+
+    /// Calls `visit` with every function.
+    pub fn for_each(self, mut visit: impl FnMut(Function<'a>)) {
+        // Nothing is accepted.
+        let _ = self.search(|function| {
+            visit(function);
+            None::<()>
+        });
     }
 
     /// Returns function `index` of a class.
@@ -210,7 +242,23 @@ impl Function<'_> {
 
     /// Returns the memory BARs that root can delegate.
     pub fn bars(&self) -> Vec<Bar, { BARS as usize }> {
+        let mut bars = self.all_bars();
+        bars.retain(|bar| bar.base != 0 && self.boot.device_pages(bar.base, bar.length).is_some());
+        bars
+    }
+
+    /// Assigns an address below 4 GiB to a BAR that has none.
+    fn set_bar(&self, number: u8, address: u64) {
+        let offset = u64::from(register::BASE_ADDRESS) + 4 * u64::from(number);
+        self.registers.write32(offset, address as u32);
+    }
+
+    /// Returns all memory BARs.
+    fn all_bars(&self) -> Vec<Bar, { BARS as usize }> {
         let mut bars = Vec::new();
+        if self.layout() != 0 {
+            return bars;
+        }
         // During sizing, a register holds an address that may belong to another device.
         let before = self.registers.read16(register::COMMAND.into());
         self.change_command(0, command::IO | command::MEMORY | command::BUS_MASTER);
@@ -237,8 +285,7 @@ impl Function<'_> {
                 self.registers.write32(offset + 4, high);
             }
             let length = MemoryBar::parse(low_mask, high_mask).map_or(0, MemoryBar::length);
-            let reachable = self.boot.device_pages(bar.base, length).is_some();
-            if length.is_power_of_two() && bar.base != 0 && reachable {
+            if length.is_power_of_two() {
                 // There are as many places as registers.
                 let _ = bars.push(Bar { number, base: bar.base, length });
             }
@@ -297,23 +344,65 @@ impl Function<'_> {
         true
     }
 
-    /// Enables memory decoding, bus mastering and interrupts by this message. Returns `false` if
-    /// the function cannot send messages.
+    /// Enables memory decoding and interrupts by this message. Returns `false` if the function
+    /// cannot send messages.
     pub fn enable(&self, bars: &[Bar], address: u64, data: u32) -> bool {
         // The MSI-X table is in its registers.
         self.change_command(command::MEMORY | command::NO_LINE, command::IO | command::BUS_MASTER);
-        let can = self.set_message(bars, address, data);
-        if can {
-            self.change_command(command::BUS_MASTER, 0);
-        }
-        can
+        self.set_message(bars, address, data)
     }
 
-    /// Disables bus mastering and memory decoding. Returns `false` if the function reports that
-    /// they are still on.
+    /// Returns the interrupt of its line (INTx). `None`: it has none, or the firmware describes no
+    /// lines; those of functions behind bridges are not searched.
+    pub fn line(&self) -> Option<Line> {
+        let pin = self.registers.read8(register::INTERRUPT_PIN.into());
+        let is_direct = platform::pci_host(self.boot)?.buses.0 == self.address.bus;
+        platform::pci_line(self.boot, self.address.device, pin).filter(|_| is_direct && pin != 0)
+    }
+
+    /// Enables memory decoding and the interrupt by line.
+    pub fn enable_line(&self) {
+        for (id, enable) in [(capability::MSI_X, msi_x::ENABLE), (capability::MSI, msi::ENABLE)] {
+            let Some(at) = self.capability(id) else { continue };
+            let control = u64::from(at) + 2;
+            let value = self.registers.read16(control);
+            self.registers.write16(control, value & !enable);
+        }
+        const OFF: u16 = command::IO | command::BUS_MASTER | command::NO_LINE;
+        self.change_command(command::MEMORY, OFF);
+    }
+
+    /// Enables bus mastering. The function may continue what an earlier server has begun, so the
+    /// IOMMU must permit it what that one could access.
+    pub fn start(&self) {
+        self.change_command(command::BUS_MASTER, 0);
+    }
+
+    /// Disables bus mastering, memory decoding and the interrupt by line. Returns `false` if the
+    /// function reports that they are still on.
     pub fn disable(&self) -> bool {
         const ON: u16 = command::MEMORY | command::BUS_MASTER;
-        self.change_command(0, ON);
+        self.change_command(command::NO_LINE, ON);
         self.registers.read16(register::COMMAND.into()) & ON == 0
+    }
+}
+
+/// Returns where registers of a length in bytes (a power of two) have room from `next` on.
+fn place(next: u64, length: u64, end: u64) -> Option<u64> {
+    let place = next.checked_next_multiple_of(length.max(PAGE_SIZE))?;
+    place.checked_add(length).is_some_and(|after| after <= end).then_some(place)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_get_whole_pages() {
+        assert_eq!(place(0x1000_0000, 0x4000, 0x2000_0000), Some(0x1000_0000));
+        assert_eq!(place(0x1000_0020, 0x20, 0x2000_0000), Some(0x1000_1000));
+        assert_eq!(place(0x1000_1000, 0x4000, 0x2000_0000), Some(0x1000_4000));
+        assert_eq!(place(0x1fff_e000, 0x4000, 0x2000_0000), None);
+        assert_eq!(place(u64::MAX - 1, 0x4000, u64::MAX), None);
     }
 }

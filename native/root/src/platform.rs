@@ -2,7 +2,7 @@
 //! faults of its processor. A module per architecture has the same items:
 //!
 //! - `PROCESSOR`: processor that programs must be for;
-//! - `HAS_ACPI`: the firmware may have ACPI tables, which describe PCI and IOMMUs;
+//! - `pci_host`, `pci_line`: the host bridge for PCI, and the interrupts of its functions' lines;
 //! - `EXIT_NAMES`: names of a VM's exits in a VMM's statistics;
 //! - `prepare`: called once before anything else;
 //! - `wall_clock`: the counter, and seconds since 1970 at that time, 0 without a clock;
@@ -14,19 +14,21 @@
 use core::fmt;
 
 #[cfg(any(test, target_arch = "aarch64"))]
-mod arm64;
+pub mod arm64;
 #[cfg(target_arch = "x86_64")]
 mod cmos;
 #[cfg(target_arch = "x86_64")]
-mod x86;
+pub mod x86;
 
 #[cfg(target_arch = "aarch64")]
 pub use arm64::{
-    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, seed, wall_clock,
+    EXIT_NAMES, PROCESSOR, add_serial, describe, leave, pci_host, pci_line, prepare, seed,
+    wall_clock,
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86::{
-    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, seed, wall_clock,
+    EXIT_NAMES, PROCESSOR, add_serial, describe, leave, pci_host, pci_line, prepare, seed,
+    wall_clock,
 };
 
 /// A fault of a child, as the kernel reports it.

@@ -10,7 +10,7 @@ use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
 use hw_tables::virtio_mmio;
 use native_rt::start::Boot;
-use native_rt::{Irq, Window};
+use native_rt::{Irq, Status, Window};
 use proto::service::{
     Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetServer, Service, SwitchPort,
 };
@@ -28,7 +28,7 @@ use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::Memory;
 use crate::mmio::{self, SearchError};
-use crate::pci::{Address, Bar, Function, Pci};
+use crate::pci::{Bar, Function, Pci};
 
 /// Maximum number of sessions in a system.
 const MAX_ALL: usize = 64;
@@ -153,6 +153,9 @@ impl Sessions {
                 }
             }
         }
+        if let Some(pci) = Pci::find(boot) {
+            pci.assign();
+        }
         let iommu = Iommu::new(boot, memory, PERMANENT);
         Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
@@ -256,8 +259,12 @@ impl Sessions {
         if let (Some(iommu), Some(function)) = (&mut self.iommu, function) {
             let own = self.sessions.iter().filter(|session| session.server == number);
             let windows = self.dma[number].into_iter().chain(own.filter_map(|own| own.memory));
-            let done = iommu.allow(&mut resources.memory, PERMANENT, number, function, windows);
+            let memory = &mut resources.memory;
+            let done = iommu.allow(memory, PERMANENT, number, function.address, windows);
             done.map_err(|NoRoom| StartError::Memory)?;
+        }
+        if let Some(function) = function {
+            function.start();
         }
         let own = self.sessions.iter().filter(|session| session.server == number);
         let plans = own.filter_map(|session| {
@@ -286,14 +293,14 @@ impl Sessions {
 
     /// Delegates a PCI function to a server: registers, configuration (read-only), and its
     /// interrupt.
-    fn add_function(
+    fn add_function<'r>(
         &mut self,
         number: usize,
         child: &mut Child,
-        resources: &mut Resources,
+        resources: &mut Resources<'r>,
         class: PciClass,
         index: u8,
-    ) -> Result<Address, StartError> {
+    ) -> Result<Function<'r>, StartError> {
         let boot = resources.boot;
         let function = find(boot, class, index).ok_or(StartError::Device)?;
         if !function.disable() {
@@ -324,17 +331,23 @@ impl Sessions {
             add_bar(child, &function, bar, window, place)?;
         }
 
-        let mut message = child.add_interrupt(resources, 0, irq_flags::MESSAGE)?.message()?;
-        if let Some(iommu) = &mut self.iommu {
-            let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
-            message = remapped.map_err(|NoRoom| StartError::Memory)?;
-        }
-        let (address, data) = message;
-        if !function.enable(&bars, address, data as u32) {
-            return Err(StartError::Device);
+        if let Some(line) = function.line() {
+            let flags = trigger(line.is_level);
+            child.add_interrupt(resources, line.interrupt, flags).map_err(of_line)?;
+            function.enable_line();
+        } else {
+            let mut message = child.add_interrupt(resources, 0, irq_flags::MESSAGE)?.message()?;
+            if let Some(iommu) = &mut self.iommu {
+                let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
+                message = remapped.map_err(|NoRoom| StartError::Memory)?;
+            }
+            let (address, data) = message;
+            if !function.enable(&bars, address, data as u32) {
+                return Err(StartError::Device);
+            }
         }
         native_rt::info!("server drives PCI function {}", function.address);
-        Ok(function.address)
+        Ok(function)
     }
 
     /// Maps a server's DMA memory, which outlives it.
@@ -424,10 +437,22 @@ fn add_transport(
     let window = boot.device_pages(place.base, length).ok_or(StartError::Device)?;
     let (address, both) = (DEVICES + place.base % PAGE_SIZE, rights::READ | rights::WRITE);
     child.add_registers(RangeKind::Registers, window, address, both, 0, length)?;
-    let flags = if place.is_level { irq_flags::LEVEL } else { 0 };
-    child.add_interrupt(resources, place.interrupt, flags)?;
+    child.add_interrupt(resources, place.interrupt, trigger(place.is_level))?;
     native_rt::info!("server drives virtio device at {:#x}", place.base);
     Ok(())
+}
+
+/// Reason why a server's interrupt by line cannot be created.
+fn of_line(error: StartError) -> StartError {
+    match error {
+        StartError::Kernel(Status::Busy) => StartError::SharedLine,
+        error => error,
+    }
+}
+
+/// Flags of an interrupt by line.
+fn trigger(is_level: bool) -> u64 {
+    if is_level { irq_flags::LEVEL } else { 0 }
 }
 
 fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {
@@ -467,6 +492,13 @@ fn add_bar(
 mod tests {
     use super::*;
     use crate::instances::tests::{system, vm};
+
+    #[test]
+    fn a_line_that_another_server_has_is_named() {
+        let text = of_line(StartError::Kernel(Status::Busy)).to_string();
+        assert!(text.starts_with("another server has the device's interrupt line"), "{text}");
+        assert_eq!(of_line(StartError::Kernel(Status::NoQuota)).to_string(), "Kernel(NoQuota)");
+    }
 
     #[test]
     fn a_session_is_of_one_virtual_machine_and_not_of_a_number() {

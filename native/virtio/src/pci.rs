@@ -1,6 +1,6 @@
 //! Modern transport over PCI (virtio 1.2, section 4.1).
 
-use hw_tables::pci::{capabilities, capability};
+use hw_tables::pci::{capabilities, capability, command, register};
 use native_rt::device::DeviceRegisters;
 
 use crate::queue::Queue;
@@ -32,6 +32,8 @@ mod common {
 
 /// Interrupt vector of all queues: the only one that root enables.
 const VECTOR: u16 = 0;
+/// Value of a vector register without one.
+const NO_VECTOR: u16 = 0xffff;
 
 /// Registers of a virtio device over PCI.
 pub(crate) struct Pci {
@@ -39,6 +41,8 @@ pub(crate) struct Pci {
     notify: DeviceRegisters,
     notify_step: u64,
     device: DeviceRegisters,
+    /// Causes of the interrupt by line, which reading clears; `None`: the device sends messages.
+    causes: Option<DeviceRegisters>,
 }
 
 impl Pci {
@@ -65,8 +69,11 @@ impl Pci {
         let (common, _) = find(COMMON, common::LENGTH)?;
         let (notify, at) = find(NOTIFY, 2)?;
         let (device, _) = find(DEVICE, 4)?;
-        find(ISR, 1)?;
-        Ok(Self { common, notify, notify_step: read(at + 16).into(), device })
+        let (causes, _) = find(ISR, 1)?;
+        // Root disables the line where it enables messages.
+        let command = configuration.read16(register::COMMAND.into());
+        let causes = (command & command::NO_LINE == 0).then_some(causes);
+        Ok(Self { common, notify, notify_step: read(at + 16).into(), device, causes })
     }
 
     pub(crate) fn status(&self) -> u8 {
@@ -97,10 +104,11 @@ impl Pci {
     pub(crate) fn set_queue(&self, number: u16, queue: &Queue) -> Result<(), SetupError> {
         let common = self.common;
         common.write16(common::QUEUE_SELECT, number);
-        common.write16(common::CONFIG_VECTOR, VECTOR);
+        let vector = if self.causes.is_some() { NO_VECTOR } else { VECTOR };
+        common.write16(common::CONFIG_VECTOR, vector);
         common.write16(common::QUEUE_SIZE, queue.size());
-        common.write16(common::QUEUE_VECTOR, VECTOR);
-        if common.read16(common::QUEUE_VECTOR) != VECTOR {
+        common.write16(common::QUEUE_VECTOR, vector);
+        if common.read16(common::QUEUE_VECTOR) != vector {
             return Err(SetupError::Queue(number));
         }
         for (index, address) in queue.addresses().into_iter().enumerate() {
@@ -120,6 +128,13 @@ impl Pci {
     #[inline]
     pub(crate) fn notify(&self, doorbell: u64, number: u16) {
         self.notify.write16(doorbell, number);
+    }
+
+    /// Makes the device withdraw its interrupt by line. A message needs none.
+    pub(crate) fn acknowledge_interrupt(&self) {
+        if let Some(causes) = self.causes {
+            causes.read8(0);
+        }
     }
 
     pub(crate) fn device(&self) -> DeviceRegisters {

@@ -186,8 +186,7 @@ impl Transport {
     /// Completions before this call need not interrupt again, so queues are to be read after it.
     pub fn acknowledge_interrupt(&self) {
         match &self.registers {
-            // A message (MSI), which needs no acknowledgement at the device.
-            Registers::Pci(_) => {}
+            Registers::Pci(pci) => pci.acknowledge_interrupt(),
             Registers::Mmio(mmio) => mmio.acknowledge_interrupt(),
         }
     }

@@ -30,19 +30,22 @@ impl<'a> Fdt<'a> {
     }
 }
 
+/// Number (INTID) of the interrupt that these cells name (kind, number, trigger), and whether it is
+/// level-triggered.
+pub(super) fn gic_interrupt(cells: &[u8]) -> Option<(u32, bool)> {
+    let (first, count) = *KINDS.get(u32(cells, 0)? as usize)?;
+    let (number, trigger) = (u32(cells, 4)?, u32(cells, 8)?);
+    (number < count).then_some((first + number, trigger & LEVEL != 0))
+}
+
 impl Node<'_> {
     /// Number (INTID) of the device's interrupt with this index, for a device below a GIC.
     pub fn gic_interrupt(&self, index: usize) -> Option<u32> {
-        let list = self.property("interrupts")?;
-        // Cells: kind, number, trigger.
-        let (first, count) = *KINDS.get(u32(list, 12 * index)? as usize)?;
-        let number = u32(list, 12 * index + 4)?;
-        (number < count).then_some(first + number)
+        self.gic_line(index).map(|(number, _)| number)
     }
 
-    /// Returns whether this interrupt is level-triggered, else edge-triggered.
-    pub fn is_gic_level(&self, index: usize) -> bool {
-        let trigger = self.property("interrupts").and_then(|list| u32(list, 12 * index + 8));
-        trigger.is_some_and(|trigger| trigger & LEVEL != 0)
+    /// The same number, and whether the interrupt is level-triggered, else edge-triggered.
+    pub fn gic_line(&self, index: usize) -> Option<(u32, bool)> {
+        gic_interrupt(self.property("interrupts")?.get(12 * index..)?)
     }
 }

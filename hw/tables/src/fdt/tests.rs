@@ -220,7 +220,8 @@ fn devices_of_a_virtual_machine() {
     let uart = fdt.console("arm,pl011").unwrap();
     assert_eq!(uart.ranges().next(), Some((0x900_0000, 0x1000)));
     assert_eq!((uart.gic_interrupt(0), uart.gic_interrupt(1)), (Some(33), None));
-    assert!(uart.is_gic_level(0) && !uart.is_gic_level(1));
+    assert_eq!(uart.gic_line(0).map(|(_, is_level)| is_level), Some(true));
+    assert_eq!(uart.gic_line(1), None);
     let timer = fdt.find("arm,armv8-timer", |_| true).unwrap();
     assert_eq!(
         (0..5).map(|at| timer.gic_interrupt(at)).collect::<Vec<_>>(),
@@ -230,11 +231,75 @@ fn devices_of_a_virtual_machine() {
     assert!(
         fdt.find("virtio,mmio", |node| {
             places.extend(node.ranges());
-            assert!(!node.is_gic_level(0));
+            assert_eq!(node.gic_line(0).map(|(_, is_level)| is_level), Some(false));
             false
         })
         .is_none()
     );
     assert_eq!((places.len(), places[0]), (32, (0xa00_0000, 0x200)));
     assert!(fdt.console("ns16550a").is_none());
+}
+
+/// The same machine with `iommu=smmuv3`.
+static VIRT_SMMU: &[u8] = include_bytes!("virt-smmu.dtb");
+
+#[test]
+fn the_host_bridge_of_a_virtual_machine() {
+    let fdt = Fdt::parse(VIRT_SMMU).unwrap();
+    let bridge = fdt.find(pci::COMPATIBLE, |_| true).unwrap();
+    assert_eq!(bridge.ranges().next(), Some((0x40_1000_0000, 0x1000_0000)));
+    assert_eq!(bridge.buses(), Some((0, 255)));
+    assert_eq!(bridge.register_window(), Some((0x1000_0000, 0x2eff_0000)));
+    // The pins of four devices in a row are on different lines, and so are those of one device.
+    let lines = |device, pin| bridge.pin_interrupt(device, pin);
+    assert_eq!(
+        [1, 2, 3, 4].map(|device| lines(device, 1)),
+        [36, 37, 38, 35].map(|n| Some((n, true)))
+    );
+    assert_eq!([1, 2, 3, 4].map(|pin| lines(0, pin)), [35, 36, 37, 38].map(|n| Some((n, true))));
+    assert_eq!((lines(1, 0), lines(1, 5)), (None, None));
+    let all: Vec<_> = bridge.streams().collect();
+    let [streams] = all[..] else { panic!("{all:?}") };
+    assert_eq!((streams.of(0x18), streams.function(0x18)), (Some(0x18), Some(0x18)));
+    assert_eq!((streams.of(u16::MAX), streams.function(0x1_0000)), (Some(0xffff), None));
+    let apart = pci::Streams { first: 0x100, stream: 0x20, count: 0x10, ..streams };
+    assert_eq!(
+        ([0xff, 0x100, 0x10f, 0x110].map(|f| apart.of(f))),
+        [None, Some(0x20), Some(0x2f), None]
+    );
+    assert_eq!(
+        [0x1f, 0x20, 0x2f, 0x30].map(|s| apart.function(s)),
+        [None, Some(0x100), Some(0x10f), None]
+    );
+    let last = pci::Streams { first: u16::MAX, stream: u32::MAX, count: u32::MAX, ..streams };
+    assert_eq!((last.of(u16::MAX), last.function(u32::MAX)), (Some(u32::MAX), Some(u16::MAX)));
+    let smmu = fdt.referred(streams.smmu).unwrap();
+    assert!(smmu.is_compatible("arm,smmu-v3"));
+    assert_eq!(smmu.ranges().next(), Some((0x905_0000, 0x2_0000)));
+    // Without an SMMU.
+    let plain = Fdt::parse(VIRT).unwrap();
+    assert_eq!(plain.find(pci::COMPATIBLE, |_| true).unwrap().streams().count(), 0);
+    assert!(plain.referred(u32::MAX).is_none());
+    // Other nodes have no such properties.
+    assert_eq!(
+        (smmu.buses(), smmu.register_window(), smmu.pin_interrupt(0, 1)),
+        (None, None, None)
+    );
+}
+
+#[test]
+fn damaged_host_bridges_are_read_to_their_end() {
+    let mut bytes = VIRT_SMMU.to_vec();
+    let map = bytes.windows(13).position(|name| name == b"interrupt-map").unwrap();
+    for at in (0..bytes.len()).step_by(7).chain(map..map + 16) {
+        let whole = bytes[at];
+        bytes[at] ^= 0xff;
+        if let Ok(fdt) = Fdt::parse(&bytes)
+            && let Some(bridge) = fdt.find(pci::COMPATIBLE, |_| true)
+        {
+            let _ = (bridge.buses(), bridge.register_window(), bridge.streams().count());
+            let _ = bridge.pin_interrupt(31, 4);
+        }
+        bytes[at] = whole;
+    }
 }

@@ -52,6 +52,27 @@ fn a_virtual_machine() {
     assert_eq!(uart(&Fdt::parse(VIRT).unwrap()), Some(0x900_0000));
 }
 
+/// Device memory above 4 GiB, of a tree with this limit of addresses.
+fn high_devices(bytes: &[u8], limit: u64) -> Vec<(u64, u64)> {
+    let mut machine = Machine::NEW;
+    machine.read(&Fdt::parse(bytes).unwrap(), limit).unwrap();
+    let all = machine.devices.as_slice().iter().filter(|range| range.end > FOUR_GIB);
+    all.map(|range| (range.base, range.end)).collect()
+}
+
+#[test]
+fn the_configuration_space_of_pci_is_device_memory_unless_it_is_ram() {
+    let space = (0x40_1000_0000, 0x40_2000_0000);
+    assert_eq!(high_devices(VIRT, LIMIT), [space]);
+    assert_eq!(high_devices(VIRT, 0x40_1fff_ffff), [], "beyond the tasks' reach");
+    // RAM at its place.
+    let bytes = |cells: [u32; 4]| cells.map(u32::to_be_bytes).concat();
+    let ram = [0, 0x4000_0000, 0, 0x2000_0000];
+    let over = [0x40, 0x1800_0000, 0, 0x2000_0000];
+    let bytes = replaced(&bytes(ram), &bytes(over));
+    assert_eq!(high_devices(&bytes, LIMIT), [(space.0, 0x40_1800_0000)]);
+}
+
 #[test]
 fn a_virtual_machine_with_a_gicv2() {
     let machine = read(VIRT_GICV2).unwrap();

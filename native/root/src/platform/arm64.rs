@@ -8,7 +8,8 @@ use abi::{PAGE_SIZE, boot, rights};
 use hw_arm64::esr::{self, class};
 use hw_arm64::{pl011, pl031};
 use hw_tables::elf::Machine;
-use hw_tables::fdt::Fdt;
+use hw_tables::fdt::{Fdt, Node, pci};
+use hw_tables::pci::SPACE;
 use native_rt::start::Boot;
 use native_rt::{Irq, Platform, time};
 use proto::start::{DEVICES, RangeKind, Seed};
@@ -18,17 +19,16 @@ pub use vmm_arm64::EXIT_NAMES;
 
 use super::Fault;
 use crate::child::{Child, Resources, StartError};
+use crate::pci::{HostBridge, Line};
 
 /// Processor that programs must be for.
 pub const PROCESSOR: Machine = Machine::Aarch64;
-/// The firmware's tables are a device tree.
-pub const HAS_ACPI: bool = false;
 
 /// Nothing: a panic of root resets the machine.
 pub fn prepare() {}
 
 /// The machine's device tree, which the kernel has checked.
-fn tree(boot: &Boot) -> Option<Fdt<'static>> {
+pub fn tree(boot: &Boot) -> Option<Fdt<'static>> {
     Fdt::parse(boot.device_tree()?).ok()
 }
 
@@ -50,6 +50,33 @@ pub fn seed(boot: &Boot) -> Option<Seed> {
 
 fn firmware_seed(tree: &Fdt<'_>) -> Option<Seed> {
     tree.node("/chosen")?.property("rng-seed")?.first_chunk().copied()
+}
+
+/// The host bridge for PCI in the device tree.
+pub fn pci_node<'a>(tree: &Fdt<'a>) -> Option<Node<'a>> {
+    tree.find(pci::COMPATIBLE, |_| true)
+}
+
+/// Returns the host bridge for PCI.
+pub fn pci_host(boot: &Boot) -> Option<HostBridge> {
+    host(&tree(boot)?)
+}
+
+fn host(tree: &Fdt<'_>) -> Option<HostBridge> {
+    let node = pci_node(tree)?;
+    let (base, length) = node.ranges().next()?;
+    let (first, last) = node.buses()?;
+    // The space begins with the first bus.
+    let bus = |number: u8| u64::from(number) * (SPACE << 8);
+    let is_whole = first <= last && bus(last - first) + bus(1) <= length;
+    let base = base.checked_sub(bus(first)).filter(|_| is_whole)?;
+    Some(HostBridge { base, buses: (first, last), window: node.register_window() })
+}
+
+/// Returns the interrupt of a pin, 1 to 4, of a device on the first bus.
+pub fn pci_line(boot: &Boot, device: u8, pin: u8) -> Option<Line> {
+    let (interrupt, is_level) = pci_node(&tree(boot)?)?.pin_interrupt(device, pin)?;
+    Some(Line { interrupt, is_level })
 }
 
 /// Physical address and interrupt of the UART of the console.
@@ -116,6 +143,13 @@ mod tests {
     fn the_uart_of_a_virtual_machine() {
         let tree = Fdt::parse(VIRT).unwrap();
         assert_eq!(uart(&tree), Some((0x900_0000, 33)));
+    }
+
+    #[test]
+    fn the_host_bridge_of_a_virtual_machine() {
+        let window = Some((0x1000_0000, 0x2eff_0000));
+        let all = HostBridge { base: 0x40_1000_0000, buses: (0, 255), window };
+        assert_eq!(host(&Fdt::parse(VIRT).unwrap()), Some(all));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use core::fmt;
 
+use hw_tables::acpi::{Mcfg, Rsdp, Table, Tables, find_rsdp};
 use hw_tables::elf::Machine;
 use native_rt::start::Boot;
 use native_rt::{Irq, Ports};
@@ -14,6 +15,7 @@ pub use vmm_x86::exit::EXIT_NAMES;
 use super::Fault;
 pub use super::cmos::wall_clock;
 use crate::child::{Child, Resources, StartError};
+use crate::pci::{HostBridge, Line};
 
 /// Port of QEMU's `isa-debug-exit`.
 const EXIT_PORT: u16 = 0xf4;
@@ -22,8 +24,33 @@ const EXIT_BASE: u8 = 0x10;
 
 /// Processor that programs must be for.
 pub const PROCESSOR: Machine = Machine::X86_64;
-/// The firmware may have ACPI tables.
-pub const HAS_ACPI: bool = true;
+/// Firmware area with the root pointer if the boot loader did not pass it (ACPI 6.5, section
+/// 5.2.5.1).
+const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
+
+/// Returns the ACPI table with a signature, if the firmware has one.
+pub fn table(boot: &Boot, signature: &[u8; 4]) -> Option<Table<'static>> {
+    let memory = |address, length| boot.firmware(address, length);
+    let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
+        // The loader's copy of the pointer may be in inaccessible memory.
+        let bytes = boot.firmware(BIOS.0, BIOS.1)?;
+        let rsdp = Rsdp::parse(bytes.get(find_rsdp(bytes)?..)?).ok()?;
+        Tables::new(rsdp, memory).ok()
+    })?;
+    tables.find(signature)
+}
+
+/// Returns the host bridge for PCI of segment 0. The firmware has assigned all addresses.
+pub fn pci_host(boot: &Boot) -> Option<HostBridge> {
+    let range = Mcfg::parse(table(boot, Mcfg::SIGNATURE)?).ok()?;
+    let range = range.ranges().find(|range| range.segment == 0)?;
+    Some(HostBridge { base: range.base, buses: (range.first_bus, range.last_bus), window: None })
+}
+
+/// Returns nothing: the tables with the lines of PCI functions are in ACPI's machine language.
+pub fn pci_line(_: &Boot, _: u8, _: u8) -> Option<Line> {
+    None
+}
 
 /// Makes a panic of root end an emulated machine.
 pub fn prepare() {
