@@ -78,6 +78,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         consoles::console_scenarios(),
         arm64::arm64_scenarios(),
         arm64::arm64_devices(),
+        arm64::arm64_guarded_devices(),
         arm64::arm64_gicv2(is_long),
         arm64::arm64_mmio(),
         arm64::arm64_refused_devices(),

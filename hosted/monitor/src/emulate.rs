@@ -204,7 +204,9 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     let mut add = |words: &[&str]| arguments.extend(words.iter().map(OsString::from));
     let is_arm64 = system.board.architecture() == Architecture::Arm64;
     if is_arm64 {
-        add(&["-M", "virt,virtualization=on,gic-version=3", "-cpu", "cortex-a76"]);
+        let smmu = if system.iommu { ",iommu=smmuv3" } else { "" };
+        let machine = format!("virt,virtualization=on,gic-version=3{smmu}");
+        add(&["-M", &machine, "-cpu", "cortex-a76"]);
     } else {
         add(&["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg"]);
     }
@@ -227,7 +229,7 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     } else {
         add(&["-serial", "chardev:log", "-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
     }
-    if system.iommu {
+    if system.iommu && !is_arm64 {
         add(&["-device", "amd-iommu,intremap=on"]);
     }
     add_devices(system, &mut add);
@@ -257,11 +259,16 @@ fn mmio_bus(index: usize) -> usize {
 fn add_devices(system: &ResolvedSystem, add: &mut impl FnMut(&[&str])) {
     // Without these options, virtio devices on PCI bypass the IOMMU.
     let translated = if system.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
-    let bus = VirtioBus::of(system.board.architecture());
+    let architecture = system.board.architecture();
+    let bus = VirtioBus::of(architecture, system.iommu);
     let virtio = |name: &str, index: usize| match bus {
         VirtioBus::Pci => format!("{name}-pci{translated}"),
         VirtioBus::Mmio => format!("{name}-device,bus=virtio-mmio-bus.{}", mmio_bus(index)),
     };
+    // A PC has the controller.
+    if architecture == Architecture::Arm64 && system.disks.iter().any(|d| d.bus == Bus::Ahci) {
+        add(&["-device", "ahci,id=ide"]);
+    }
     for (number, disk) in system.disks.iter().enumerate() {
         let device = match disk.bus {
             Bus::Virtio => virtio("virtio-blk", number),

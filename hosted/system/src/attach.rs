@@ -19,6 +19,9 @@ pub const MMIO_PER_PAGE: usize = 8;
 /// Maximum number of disks and network cards of that board: one per page, without the page of the
 /// kernel log, the last one.
 pub const MAX_MMIO_DEVICES: usize = 3;
+/// Maximum number of PCI functions with servers on that board: each needs one of its four interrupt
+/// lines for itself.
+pub const MAX_LINES: usize = 4;
 
 /// Transport of virtio devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,11 +33,11 @@ pub enum VirtioBus {
 }
 
 impl VirtioBus {
-    /// Returns the transport on machines of an architecture.
-    pub const fn of(architecture: Architecture) -> Self {
+    /// Returns the transport on emulated machines of an architecture. IOMMUs translate for PCI.
+    pub const fn of(architecture: Architecture, iommu: bool) -> Self {
         match architecture {
-            Architecture::X86 => Self::Pci,
-            Architecture::Arm64 => Self::Mmio,
+            Architecture::Arm64 if !iommu => Self::Mmio,
+            Architecture::X86 | Architecture::Arm64 => Self::Pci,
         }
     }
 

@@ -47,7 +47,7 @@ pub struct System {
     #[serde(default)]
     pub share_cpus: bool,
     /// The emulated machine has an IOMMU, which restricts DMA of devices to memory of their
-    /// servers.
+    /// servers. On `qemu-virt` its devices are on PCI then.
     #[serde(default)]
     pub iommu: bool,
     /// Files in `/root` of the RAM disk `busybox`.

@@ -17,7 +17,7 @@ mod features;
 mod names;
 mod servers;
 
-use crate::attach::ServerDevice;
+use crate::attach::{ServerDevice, VirtioBus};
 use crate::channels;
 use crate::cpu_time::Budget;
 use crate::description::{self, Board, Console, Description, GuestTransport};
@@ -72,7 +72,12 @@ pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Fai
         Err(problem) => return Err(source.refuse(vec![problem])),
     };
     let folder = file.parent().unwrap_or(Path::new(""));
-    let mut checker = Validator { problems: Vec::new(), folder, architecture: Architecture::X86 };
+    let mut checker = Validator {
+        problems: Vec::new(),
+        folder,
+        architecture: Architecture::X86,
+        bus: VirtioBus::Pci,
+    };
     let resolved = checker.resolved(description, overrides, source);
     if checker.problems.is_empty() {
         Ok(resolved)
@@ -88,6 +93,8 @@ struct Validator<'a> {
     folder: &'a Path,
     /// Architecture of the machine and its guests.
     architecture: Architecture,
+    /// Transport of the machine's virtio devices.
+    bus: VirtioBus,
 }
 
 impl Validator<'_> {
@@ -104,6 +111,7 @@ impl Validator<'_> {
             system.board = Board::emulated(architecture);
         }
         self.architecture = system.board.architecture();
+        self.bus = VirtioBus::of(self.architecture, system.iommu);
         self.features(&system, &vm);
         self.limit("virtual machines", compiled::MAX_VMS, &vm);
         self.limit("tasks", compiled::MAX_TASKS, &task);

@@ -76,7 +76,7 @@ pub fn arm64_devices() -> Vec<Scenario> {
 const GICV2: &[&str] = &["-M", "gic-version=2"];
 /// Scenarios for it: name, name on the machine with a GICv3, CPUs, and whether they are for long
 /// runs only.
-const ON_GICV2: [(&str, &str, &[u32], bool); 13] = [
+const ON_GICV2: [(&str, &str, &[u32], bool); 14] = [
     ("gicv2-hostile", "hostile", &[1], false),
     ("gicv2-sgi", "sgi", &[4], false),
     ("gicv2-abuse", "abuse", &[2], false),
@@ -90,6 +90,7 @@ const ON_GICV2: [(&str, &str, &[u32], bool); 13] = [
     ("gicv2-several-guests", "several-guests", &[4], true),
     ("gicv2-channel-driver", "channel-driver", &[2], true),
     ("gicv2-disk-and-network", "linux-disk-and-network", &[1, 4], true),
+    ("gicv2-disks-behind-iommu", "disks-behind-iommu", &[4], true),
 ];
 
 /// Systems on the machine with a GICv2; `is_long`: those of long runs, too.
@@ -143,7 +144,7 @@ const A72_GICV2: &[&str] = &["-cpu", "cortex-a72", "-M", "gic-version=2"];
 /// A scenario without VHE: name, name with VHE, CPUs, processor, and whether it is for long runs
 /// only.
 type WithoutVhe = (&'static str, &'static str, &'static [u32], &'static [&'static str], bool);
-const WITHOUT_VHE: [WithoutVhe; 24] = [
+const WITHOUT_VHE: [WithoutVhe; 25] = [
     ("hello", "hello", &[1], A53, false),
     ("hostile", "hostile", &[1], A57, false),
     ("sgi", "sgi", &[4], A72, false),
@@ -161,6 +162,7 @@ const WITHOUT_VHE: [WithoutVhe; 24] = [
     ("several-guests", "several-guests", &[4], A57, true),
     ("channel-driver", "channel-driver", &[2], A72, true),
     ("disk-and-network", "linux-disk-and-network", &[1, 4], A72, true),
+    ("disks-behind-iommu", "disks-behind-iommu", &[4], A72_LOW, true),
     ("gicv2-hostile", "hostile", &[1], A57_GICV2, true),
     ("gicv2-sgi", "sgi", &[1, 4], A72_GICV2, true),
     ("gicv2-abuse", "abuse", &[2], A57_GICV2, true),
@@ -169,6 +171,9 @@ const WITHOUT_VHE: [WithoutVhe; 24] = [
     ("gicv2-restarts", "restarts", &[4], A53_GICV2, true),
     ("gicv2-several-guests", "several-guests", &[4], A72_GICV2, true),
 ];
+
+/// Without VHE configuration space must be lower than where QEMU's board has it.
+const A72_LOW: &[&str] = &["-cpu", "cortex-a72", "-M", "highmem=off"];
 
 /// Systems on processors without VHE; `is_long`: those of long runs, too.
 pub fn arm64_without_vhe(is_long: bool) -> Vec<Scenario> {
@@ -229,6 +234,76 @@ pub fn arm64_refused_devices() -> Vec<Scenario> {
                 hello(),
             ],
             ..arm64("legacy-device", system())
+        },
+    ]
+}
+
+/// Devices behind an SMMU.
+pub fn arm64_guarded_devices() -> Vec<Scenario> {
+    let server = |name: &str, kind: &str, device: &str| {
+        format!("\n[[server]]\nname = \"{name}\"\nkind = \"{kind}\"\ndevice = \"{device}\"\n")
+    };
+    let disk = "iommu = true\ndisk = [\"first.img\"]\n";
+    vec![
+        Scenario {
+            // Each of the four interrupt lines of PCI has a device.
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type(
+                    "for disk in vda vdb; do dd if=/dev/$disk of=/dev/null bs=64k count=32; done; \
+                     for net in 0 1; do ifconfig eth$net 10.0.2.15 && ping -c 3 10.0.2.2; \
+                     ifconfig eth$net 0.0.0.0 down; done | grep '3 packets received' | wc -l\n",
+                ),
+                Step::Console("\n2"),
+                Step::Console(" # "),
+                Step::Type("poweroff\n"),
+            ],
+            texts: vec![
+                "IOMMU at 0x".into(),
+                "server drives PCI function 00:01.0".into(),
+                "server drives PCI function 00:04.0".into(),
+            ],
+            never: &["IOMMU: event", "PANIC", "Oops"],
+            limit: 200,
+            ..arm64(
+                "four-devices",
+                disk.replace(
+                    "\"first.img\"]",
+                    "\"first.img\", \"second.img,bus=ahci\"]\nnet = [\"user\", \"user\"]",
+                ) + &server("blk0", "block", "virtio-blk:0")
+                    + &server("blk1", "block", "pci:ahci:0")
+                    + &server("sw0", "switch", "virtio-net:0")
+                    + &server("sw1", "switch", "virtio-net:1")
+                    + &linux(
+                        "linux",
+                        "panic=-1",
+                        "console = \"com1\"\ndisk = [\"blk0:part1\", \"blk1\"]\n\
+                         net = [\"sw0\", \"sw1\"]",
+                    ),
+            )
+        },
+        Scenario {
+            // A server that programs its device to access kernel memory: the SMMU records it, and
+            // root stops the server.
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Log("IOMMU: event of PCI function 00:01.0: 0x0000000800000010"),
+                Step::Log("server blk0 ended: blocked request of its device"),
+                Step::Log("PCI function 00:01.0 is disabled"),
+                Step::Log("vm witness started"),
+                Step::Log("vm witness ended: power-off code 0"),
+                Step::Type("shutdown\r"),
+                Step::Console("the operator shell ends"),
+            ],
+            never: &["the disk can read", "can write what", "PANIC"],
+            ..arm64(
+                "hostile-device-behind-iommu",
+                disk.to_owned()
+                    + &server("blk0", "block", "virtio-blk:0")
+                    + "program = \"check-dma\"\n"
+                    + &micro("witness", "hello", "essential = false\nrestart = \"always\"")
+                    + &task("steward", "steward", &[], "console = \"mux\"\nmanage = true"),
+            )
         },
     ]
 }

@@ -142,6 +142,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
         Scenario {
             // Servers of both kinds of disks, one of which is killed, behind an IOMMU.
             cpus: &[1, 2],
+            backends: BOTH_ARCHITECTURES,
             texts: vec!["IOMMU at 0x".into(), "restart 5 of blk0".into()],
             never: &["FAIL", "IOMMU: event"],
             limit: 240,

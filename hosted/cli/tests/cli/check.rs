@@ -250,8 +250,8 @@ fn disks_and_networks_of_aarch64() {
     let devices = "mmio:virtio-blk:0: server blk0 for linux; mmio:virtio-net:0: server sw0";
     assert!(text.contains(devices), "{text}");
     for (from, to, message) in [
-        ("virtio-blk:0", "pci:virtio-blk:0", "board \"qemu-virt\" has no PCI"),
-        ("virtio-blk:0", "pci:ahci:0", "board \"qemu-virt\" has no PCI"),
+        ("virtio-blk:0", "pci:virtio-blk:0", "has devices on PCI with `iommu = true` only"),
+        ("virtio-blk:0", "pci:ahci:0", "has devices on PCI with `iommu = true` only"),
         ("virtio-blk:0", "virtio-blk:1", "the machine has no mmio:virtio-blk:1"),
         ("a.img", "a.img,bus=ahci", "board \"qemu-virt\" has no AHCI controller"),
         (
@@ -265,6 +265,24 @@ fn disks_and_networks_of_aarch64() {
         assert_eq!(code, 65, "{errors}");
         assert!(errors.contains(message), "expected {message}\ngot {errors}");
         assert!(errors.contains("\n      | "), "no caret\n{errors}");
+    }
+    // Behind an IOMMU they are on PCI, which has an interrupt line for each of four; all disks of
+    // the AHCI controller share one.
+    let guarded = ARM64
+        .replacen("\n\n", "\niommu = true\n\n", 1)
+        .replace("mmio:", "")
+        .replace("\"a.img\"", "\"a.img\", \"b.img,bus=ahci\", \"c.img,bus=ahci\", \"d.img\"");
+    let (code, text, errors) = check_image(&guarded);
+    assert_eq!(code, 0, "{errors}");
+    let devices = "pci:virtio-blk:0: server blk0 for linux; pci:virtio-net:0: server sw0";
+    assert!(text.contains(devices), "{text}");
+    for (from, to, message) in [
+        ("virtio-blk:0", "mmio:virtio-blk:0", "with `iommu = true`, all devices are on PCI"),
+        ("\"d.img\"", "\"d.img\", \"e.img\"", "has room for 4 disks and network cards (got 5)"),
+    ] {
+        let (code, _, errors) = check_image(&guarded.replacen(from, to, 1));
+        assert_eq!(code, 65, "{errors}");
+        assert!(errors.contains(message), "expected {message}\ngot {errors}");
     }
     // A PC has the same names, and no devices over MMIO.
     let pc = ARM64.replace("qemu-virt", "qemu-q35");

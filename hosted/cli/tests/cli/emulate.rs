@@ -118,6 +118,31 @@ fn devices_of_aarch64_have_pages_of_their_own() {
 }
 
 #[test]
+fn devices_of_aarch64_behind_an_iommu_are_on_pci() {
+    let disks = "\"a.img\", \"b.img,bus=ahci\"";
+    let guarded = ARM64.replace("\"a.img\"", disks).replace("mmio:", "");
+    let folder = Folder::new(&guarded.replacen("\n\n", "\niommu = true\n\n", 1));
+    folder.write("kernel", &image_arm64());
+    folder.write("a.img", &[0; 512]);
+    folder.write("b.img", &[0; 512]);
+    let script = format!("{FIND_LOG}; echo \"root: outcome 0\" >\"$log\"; echo \"$@\"");
+    let output = folder.emulate(&script, &[]).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for expected in [
+        "-M virt,virtualization=on,gic-version=3,iommu=smmuv3 ",
+        "-device virtio-serial-device,bus=virtio-mmio-bus.31 -device virtconsole,chardev=log ",
+        "-device virtio-blk-pci,iommu_platform=on,disable-legacy=on,drive=disk0 ",
+        "-device ahci,id=ide ",
+        "-device ide-hd,bus=ide.0,drive=disk1 ",
+        "-device virtio-net-pci,iommu_platform=on,disable-legacy=on,netdev=net0,romfile= ",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    assert!(!text.contains("amd-iommu"), "{text}");
+}
+
+#[test]
 fn without_building() {
     let folder = folder();
     let output = folder.emulate("exit 33", &["--no-build"]).output().unwrap();

@@ -1,11 +1,12 @@
 //! Disks and network cards of the machine and of VMs, and files for guests.
 
 use super::Validator;
-use crate::attach::{Bus, DiskAttachment, EmulatedDisk, EmulatedNic, NetAttachment, chosen_mac};
+use crate::attach::{
+    Bus, DiskAttachment, EmulatedDisk, EmulatedNic, NetAttachment, VirtioBus, chosen_mac,
+};
 use crate::boot_files::{file_length, unreadable};
 use crate::description::{self, ServerKind};
 use crate::resolved::ResolvedServer;
-use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
 use proto::service::MAX_SESSIONS;
 use proto::system as compiled;
@@ -42,9 +43,10 @@ impl Validator<'_> {
             let Some(disk) = self.parsed(text, |text| EmulatedDisk::parse(text, folder)) else {
                 continue;
             };
-            if disk.bus == Bus::Ahci && self.architecture == Architecture::Arm64 {
-                let message = "board \"qemu-virt\" has no AHCI controller";
-                self.problems.push(Problem::new(text.span(), message).help("remove `bus=ahci`"));
+            if disk.bus == Bus::Ahci && self.bus == VirtioBus::Mmio {
+                let message = "board \"qemu-virt\" has no AHCI controller without an IOMMU";
+                let help = "remove `bus=ahci`, or set [system] iommu = true";
+                self.problems.push(Problem::new(text.span(), message).help(help));
             }
             disks.push(disk);
         }

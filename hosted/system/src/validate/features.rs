@@ -1,7 +1,7 @@
 //! Features that a board does not have yet, and its limits.
 
 use super::Validator;
-use crate::attach::MAX_MMIO_DEVICES as MAX_DEVICES;
+use crate::attach::{Bus, EmulatedDisk, MAX_LINES, MAX_MMIO_DEVICES, VirtioBus};
 use crate::description::{self, System};
 use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
@@ -18,15 +18,7 @@ impl Validator<'_> {
         if self.architecture != Architecture::Arm64 {
             return;
         }
-        let mut devices = system.disk.iter().chain(&system.net);
-        if let Some(device) = devices.nth(MAX_DEVICES) {
-            let count = system.disk.len() + system.net.len();
-            let message = format!(
-                "board \"qemu-virt\" has room for {MAX_DEVICES} disks and network cards (got {count})"
-            );
-            let help = "each needs a page of registers, of which the kernel log has the fourth";
-            self.problems.push(Problem::new(device.span(), message).help(help));
-        }
+        self.number_of_devices(system);
         for vm in vms.iter().filter(|vm| !vm.get_ref().npt) {
             let message = "board \"qemu-virt\" has no vTLB yet";
             self.problems.push(Problem::new(vm.get_ref().name.span(), message).help(HELP));
@@ -35,9 +27,33 @@ impl Validator<'_> {
             let message = format!("board \"qemu-virt\" has at most {MAX_CPUS} CPUs");
             self.problems.push(Problem::new(cpus.span(), message));
         }
-        if system.iommu {
-            let message = "board \"qemu-virt\" has no IOMMU yet";
-            self.problems.push(Problem::new(0..0, message).help(HELP));
+    }
+
+    /// Reports the first device that has no page of registers, or no interrupt line, for itself.
+    fn number_of_devices(&mut self, system: &System) {
+        let (most, help) = match self.bus {
+            VirtioBus::Mmio => (
+                MAX_MMIO_DEVICES,
+                "each needs a page of registers, of which the kernel log has the fourth; \
+                 with [system] iommu = true they are on PCI, which has four",
+            ),
+            VirtioBus::Pci => {
+                (MAX_LINES, "each needs one of the four interrupt lines of PCI for itself")
+            }
+        };
+        // All disks of the AHCI controller are one function.
+        let is_ahci = |disk: &&Spanned<String>| {
+            let disk = EmulatedDisk::parse(disk.get_ref(), self.folder);
+            disk.is_ok_and(|disk| disk.bus == Bus::Ahci)
+        };
+        let (ahci, disks): (Vec<_>, Vec<_>) = system.disk.iter().partition(is_ahci);
+        let mut devices = ahci.into_iter().take(1).chain(disks).chain(&system.net);
+        let count = devices.clone().count();
+        if let Some(device) = devices.nth(most) {
+            let message = format!(
+                "board \"qemu-virt\" has room for {most} disks and network cards (got {count})"
+            );
+            self.problems.push(Problem::new(device.span(), message).help(help));
         }
     }
 }

@@ -5,6 +5,7 @@ use super::names::Names;
 use crate::attach::{Bus, EmulatedDisk, EmulatedNic, ServerDevice, VirtioBus};
 use crate::description::{self, Console, Log, Restart, ServerKind};
 use crate::resolved::ResolvedServer;
+use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
 use std::ops::Range;
 use toml::Spanned;
@@ -143,12 +144,15 @@ impl Validator<'_> {
             }
             return None;
         };
-        let bus = VirtioBus::of(self.architecture);
+        let bus = self.bus;
         let device = self.parsed(written, |text| ServerDevice::parse(text, bus))?;
         if device.bus().is_some_and(|stated| stated != bus) {
-            let message = match bus {
-                VirtioBus::Pci => "a PC has no virtio devices over MMIO",
-                VirtioBus::Mmio => "board \"qemu-virt\" has no PCI",
+            let message = match (self.architecture, bus) {
+                (Architecture::X86, _) => "a PC has no virtio devices over MMIO",
+                (_, VirtioBus::Pci) => "with `iommu = true`, all devices are on PCI",
+                (_, VirtioBus::Mmio) => {
+                    "board \"qemu-virt\" has devices on PCI with `iommu = true` only"
+                }
             };
             let problem = Problem::new(written.span(), message);
             let help = "write \"virtio-blk:0\" or \"virtio-net:0\", which any board has";
