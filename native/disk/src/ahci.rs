@@ -496,6 +496,11 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         // The interrupt status comes first: a completion after that read interrupts again.
         let before = core::mem::take(&mut self.withdrawn) | self.acknowledge();
         let done = self.issued & !self.active();
+        // Registers of a function that is switched off, or gone, read as zeros or ones.
+        let control = self.controller.read(host::CONTROL);
+        if control & host::ENABLE == 0 || control == u32::MAX {
+            return Err(DeviceError("the controller is switched off"));
+        }
         // An error up to this point is reported now.
         if (before | self.read(port::INTERRUPTS)) & port::ERRORS != 0 {
             return self.recover();

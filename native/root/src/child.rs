@@ -561,9 +561,15 @@ impl Child {
         let _ = self.notification.signal(events);
     }
 
+    /// Stops its first thread, the only one of a server; it executes nothing more.
+    pub fn stop(&self) {
+        // It exists.
+        let _ = self.thread.stop();
+    }
+
     /// Frees all its resources.
     pub fn destroy(self, resources: &mut Resources) {
-        let _ = self.thread.stop();
+        self.stop();
         drop_slots(&mut resources.slots, &self.slots);
         resources.memory.free_all(self.number);
     }

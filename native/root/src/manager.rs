@@ -293,6 +293,9 @@ impl<'a> Manager<'a> {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
         }
+        // A server that still runs would take what registers of a disabled device read as for its
+        // answers, and report success to its clients.
+        child.stop();
         if let Some(server) = self.system.servers.get(number) {
             self.sessions.server_ended(self.resources.boot, number, server);
         }

@@ -119,6 +119,28 @@ pub fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            // A server of an AHCI disk reads other values from registers once root has switched
+            // the controller off. The disk is so slow that commands are always in flight.
+            cpus: &[2],
+            backends: BOTH_ARCHITECTURES,
+            machine: Machine {
+                qemu: &["-set", "drive.disk1.throttling.iops-total=4000"],
+                ..Machine::default()
+            },
+            texts: vec!["CHECK killer ok".into(), "restart 40 of blk1".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "ahci-server-restarts",
+                "iommu = true\ndisk = [\"first.img\", \"second.img,bus=ahci\"]\n".to_owned()
+                    + &block
+                    + &server("blk1", "block", "pci:ahci")
+                    + &killer("blk1", "40", "100")
+                    + &client("one", "disk", "20000 1", one)
+                    + &client("three", "disk", "20000 3", three),
+            )
+        },
+        Scenario {
             cpus: &[1, 2],
             backends: BOTH_ARCHITECTURES,
             texts: vec!["CHECK ping ok".into(), "CHECK spoof ok".into(), "CHECK arp ok".into()],

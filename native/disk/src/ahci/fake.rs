@@ -22,6 +22,8 @@ pub struct FakeConfig {
     pub clears_failed: bool,
     /// A command that fails leaves the disk busy.
     pub stays_busy: bool,
+    /// Value of all registers while the function is switched off.
+    pub off: Option<u32>,
     /// Milliseconds for: the controller's reset, the port's stop, the link, the disk after a reset,
     /// IDENTIFY.
     pub reset: u64,
@@ -39,6 +41,7 @@ impl Default for FakeConfig {
             bad: BTreeSet::new(),
             clears_failed: false,
             stays_busy: false,
+            off: None,
             reset: 1,
             stop: 1,
             link: 5,
@@ -275,6 +278,9 @@ impl Controller for &Fake<'_> {
     }
 
     fn read(&self, register: u64) -> u32 {
+        if let Some(value) = self.config().off {
+            return value;
+        }
         let state = &mut *self.state.borrow_mut();
         self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {

@@ -105,6 +105,20 @@ fn interrupts_are_withdrawn_without_commands_in_flight() {
     }
 }
 
+/// Registers of a function that root has switched off, or that has been removed, answer nothing.
+#[test]
+fn a_controller_that_is_switched_off_completes_nothing() {
+    for value in [0, u32::MAX] {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig::default(), &memory);
+        let mut disk = new(&fake, &memory, None).unwrap();
+        disk.start(0, &command(Operation::Read, 7));
+        disk.flush_doorbell();
+        fake.change(FakeConfig { off: Some(value), ..FakeConfig::default() });
+        assert!(disk.completed().is_err(), "{value:#x}");
+    }
+}
+
 #[test]
 fn of_several_only_the_bad_one_fails() {
     let memory = memory();
