@@ -83,8 +83,7 @@ pub const CR1_CACHED: u32 = 0b11_01_01 << 6 | 0b11_01_01;
 /// CR2: events of streams without an entry are recorded; no broadcast invalidation is observed.
 pub const CR2_RECORD: u32 = 0b110;
 
-/// Bits of a queue's index, without the bit that changes with each round; bits 30:24 of the command
-/// queue's consumed index are an error.
+/// Bits 30:24 of the command queue's consumed index: reason why the SMMU executes no more commands.
 pub const COMMAND_ERROR: u32 = 0x7f << 24;
 /// Bit 31 of an event queue's indices: overflow.
 pub const OVERFLOW: u32 = 1 << 31;
@@ -122,11 +121,8 @@ pub const fn stream_entry(context: u64) -> [u64; 8] {
     [context & ADDRESS & !0x3f | STAGE_1 | VALID, CACHED | SHAREABILITY, 0, 0, 0, 0, 0, 0]
 }
 
-/// Length of a context descriptor in bytes (section 5.4).
-pub const CONTEXT: u64 = 64;
-
-/// Context descriptor: pages of 4 KiB from the page table at `root`, output addresses of the coded
-/// size, faults end the access and are events.
+/// Context descriptor (section 5.4) of 64 bytes: pages of 4 KiB from the page table at `root`,
+/// output addresses of the coded size, faults end the access and are events.
 pub const fn context(root: u64, tag: u16, output: u32) -> [u64; 8] {
     const INPUT: u64 = 64 - (12 + 9 * LEVELS as u64);
     // Walks: inner shareable, write-back.

@@ -94,16 +94,21 @@ fn arguments_of_qemu() {
     );
 }
 
-#[test]
-fn devices_of_aarch64_have_pages_of_their_own() {
-    let folder = Folder::new(&ARM64.replace("\"a.img\"", "\"a.img\", \"b.img,ro=on\""));
+/// Returns QEMU's arguments for a system for AArch64 with the disks `a.img` and `b.img`.
+fn arguments_on_arm64(description: &str) -> String {
+    let folder = Folder::new(description);
     folder.write("kernel", &image_arm64());
     folder.write("a.img", &[0; 512]);
     folder.write("b.img", &[0; 512]);
     let script = format!("{FIND_LOG}; echo \"root: outcome 0\" >\"$log\"; echo \"$@\"");
     let output = folder.emulate(&script, &[]).output().unwrap();
     assert_eq!(code(&output), 0, "{}", errors(&output));
-    let text = String::from_utf8(output.stdout).unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn devices_of_aarch64_have_pages_of_their_own() {
+    let text = arguments_on_arm64(&ARM64.replace("\"a.img\"", "\"a.img\", \"b.img,ro=on\""));
     for expected in [
         "-M virt,virtualization=on,gic-version=3 ",
         "-global virtio-mmio.force-legacy=false ",
@@ -121,14 +126,7 @@ fn devices_of_aarch64_have_pages_of_their_own() {
 fn devices_of_aarch64_behind_an_iommu_are_on_pci() {
     let disks = "\"a.img\", \"b.img,bus=ahci\"";
     let guarded = ARM64.replace("\"a.img\"", disks).replace("mmio:", "");
-    let folder = Folder::new(&guarded.replacen("\n\n", "\niommu = true\n\n", 1));
-    folder.write("kernel", &image_arm64());
-    folder.write("a.img", &[0; 512]);
-    folder.write("b.img", &[0; 512]);
-    let script = format!("{FIND_LOG}; echo \"root: outcome 0\" >\"$log\"; echo \"$@\"");
-    let output = folder.emulate(&script, &[]).output().unwrap();
-    assert_eq!(code(&output), 0, "{}", errors(&output));
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = arguments_on_arm64(&guarded.replacen("\n\n", "\niommu = true\n\n", 1));
     for expected in [
         "-M virt,virtualization=on,gic-version=3,iommu=smmuv3 ",
         "-device virtio-serial-device,bus=virtio-mmio-bus.31 -device virtconsole,chardev=log ",
