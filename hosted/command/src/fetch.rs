@@ -102,40 +102,41 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
     let apt = Apt::new(kernel.architecture, step)?;
     let shown = apt.show(&headers)?;
     let depends = shown.field("Depends").unwrap_or_default();
-    // `linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), ...`
-    let find = |prefix: &str| {
-        let mut names = depends.split(',').filter_map(|depend| depend.split_whitespace().next());
-        names.find(|name| name.starts_with(prefix)).map(str::to_owned).ok_or_else(|| {
-            Failure::new(
-                failure::UNAVAILABLE,
-                format!("package {headers} has no dependency {prefix}"),
-            )
-        })
-    };
-    let (common, tools) = (find("linux-headers-")?, find("linux-kbuild-")?);
-    let package =
-        |name: &String, version: &String| Package { name: name.clone(), version: version.clone() };
-    // The tools run here: they are the host's, of any later version.
     let host_apt = Apt::new(GuestArchitecture::X86, step)?;
-    let tools = match kernel.architecture {
-        GuestArchitecture::X86 => package(&tools, version),
-        GuestArchitecture::Arm64 | GuestArchitecture::Arm32 => {
-            let version = host_apt.show(&tools)?.field("Version").unwrap_or_default().to_owned();
-            package(&tools, &version)
-        }
-    };
-    for (apt, package) in [
-        (&apt, &package(&headers, version)),
-        (&apt, &package(&common, version)),
-        (&host_apt, &tools),
-    ] {
+    let newest =
+        |name: &str| Ok(host_apt.show(name)?.field("Version").unwrap_or_default().to_owned());
+    let [own, common, tools] = header_packages((&headers, version), depends, newest)?;
+    for (apt, package) in [(&apt, &own), (&apt, &common), (&host_apt, &tools)] {
         let (name, title) = (&package.name, package.title());
         step.now(format!("fetching {title}"));
         let archive = download_package(apt, package, &to.join("download").join(name))?;
         step.now(format!("unpacking {title}"));
         run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))?;
     }
-    Ok(Headers { headers, common })
+    Ok(Headers { headers, common: common.name })
+}
+
+/// Returns the packages of a kernel's headers, of those common to all flavours, and of the programs
+/// that build modules. `headers`: name and version of the first; `depends`: what it depends on.
+/// The programs run here, and are the `newest`: when Debian has updated the kernel's source, it has
+/// no others, while the kernel itself is not signed yet.
+fn header_packages(
+    headers: (&str, &str),
+    depends: &str,
+    newest: impl FnOnce(&str) -> Result<String, Failure>,
+) -> Result<[Package; 3], Failure> {
+    // `linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), ...`
+    let find = |prefix: &str| {
+        let mut names = depends.split(',').filter_map(|depend| depend.split_whitespace().next());
+        names.find(|name| name.starts_with(prefix)).ok_or_else(|| {
+            let message = format!("package {} has no dependency {prefix}", headers.0);
+            Failure::new(failure::UNAVAILABLE, message)
+        })
+    };
+    let (common, tools) = (find("linux-headers-")?, find("linux-kbuild-")?);
+    let newest = newest(tools)?;
+    let all = [headers, (common, headers.1), (tools, &newest)];
+    Ok(all.map(|(name, version)| Package { name: name.to_owned(), version: version.to_owned() }))
 }
 
 /// Returns Debian's current kernel for guests: the cloud kernel, or `armmp` for AArch32.
@@ -340,6 +341,28 @@ mod tests {
         assert_eq!(Package::exact("linux-image-6 (= 6.1-2)"), Some(package));
         assert_eq!(Package::exact("linux-image-6 (>= 6.1-2)"), None);
         assert_eq!(Package::exact("linux-image-6"), None);
+    }
+
+    #[test]
+    fn programs_of_an_unsigned_update_fit_the_signed_kernel() {
+        let depends =
+            "linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2)";
+        let headers = ("linux-headers-6.1.0-56-cloud-amd64", "6.1.192-2");
+        let newest = |name: &str| {
+            assert_eq!(name, "linux-kbuild-6.1");
+            Ok("6.1.192-3".to_owned())
+        };
+        let titles = header_packages(headers, depends, newest).unwrap().map(|it| it.title());
+        assert_eq!(
+            titles,
+            [
+                "linux-headers-6.1.0-56-cloud-amd64 6.1.192-2",
+                "linux-headers-6.1.0-56-common 6.1.192-2",
+                "linux-kbuild-6.1 6.1.192-3",
+            ]
+        );
+        let none = header_packages(headers, "linux-compiler-gcc-12-x86", |_| Ok(String::new()));
+        assert!(none.is_err());
     }
 
     #[test]
