@@ -262,6 +262,9 @@ fn example_start() -> Vec<u8> {
         doorbell: true,
         signal: 1 << 16,
     });
+    let mut devices = heapless::Vec::new();
+    let kind = proto::start::PassThroughKind::Virtio;
+    let _ = devices.push(proto::start::PassThrough { kind, is_level: true });
     let start = Start {
         name: "linux",
         cpu: 1,
@@ -286,6 +289,8 @@ fn example_start() -> Vec<u8> {
             attachments,
             id: 1,
             channels,
+            devices,
+            identity: Some(1 << 30),
         }),
     };
     let mut buffer = [0; MAX_START];
@@ -349,6 +354,7 @@ fn example_system() -> Vec<u8> {
         template: true,
         disks,
         nets: heapless::Vec::new(),
+        devices: heapless::Vec::from_iter([Device::Mmio(VirtioClass::Block, 1)]),
     });
     let mut channels = heapless::Vec::new();
     let _ = channels.push(Channel { between: [0, 1], size: 1 << 20, doorbell: true });

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::channel::{End, MAX_SIZE, MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
-use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset, VirtioTransport};
+use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, MAX_VM_DEVICES, OnReset, VirtioTransport};
 use crate::vtlb::Vtlb;
 
 /// Address of the start page; also the first argument of the task.
@@ -104,6 +104,9 @@ pub mod slot {
     /// VMM: notification of the second vCPU; those of further vCPUs follow. That of the first vCPU
     /// is [`NOTIFICATION`].
     pub const VCPU_NOTIFICATIONS: u64 = CHANNELS - FURTHER_VCPUS;
+    /// VMM: interrupt of the first device that its guest drives itself; those of further ones
+    /// follow.
+    pub const PASS_THROUGH: u64 = VCPU_NOTIFICATIONS - crate::system::MAX_VM_DEVICES as u64;
     /// Number of slots of a task, except a server with sessions.
     pub const COUNT: u64 = 120;
     /// Server with sessions: notification of the second vCPU of the first session's client, right
@@ -154,6 +157,14 @@ pub mod event {
     pub const fn channel(number: usize) -> u64 {
         1 << (16 + number % crate::channel::MAX_VM_CHANNELS)
     }
+    /// Number of the bit of [`pass_through`].
+    pub const fn pass_through_bit(number: usize) -> u32 {
+        20 + (number % crate::system::MAX_VM_DEVICES) as u32
+    }
+    /// VMM: interrupt of a device that the guest drives itself.
+    pub const fn pass_through(number: usize) -> u64 {
+        1 << pass_through_bit(number)
+    }
     /// VMM: a vCPU has pending work.
     pub const KICK: u64 = 1 << 4;
     /// The peer of session `number` has signalled, or was restarted.
@@ -173,7 +184,7 @@ pub enum RangeKind {
     /// Private memory of the task.
     Private,
     /// Guest memory, a naturally aligned power of two. The ranges are in ascending order of
-    /// guest-physical addresses, largest first.
+    /// guest-physical addresses, largest first. With [`Vmm::identity`]: one range of any length.
     Guest,
     /// The guest's kernel image, read-only.
     Kernel,
@@ -192,7 +203,7 @@ pub enum RangeKind {
     /// Registers of a server's device: of a PCI function, the range of one base address register;
     /// `physical` is the index of the register, in ascending order. Pages that contain the MSI-X
     /// table are omitted. Of another device, all its registers, with index 0; they may begin and
-    /// end inside a page.
+    /// end inside a page. VMM: those of device `physical` of [`Vmm::devices`].
     Registers,
     /// Configuration space of a server's device, read-only.
     Configuration,
@@ -247,6 +258,25 @@ pub enum Role<'a> {
 /// Seed of random numbers.
 pub type Seed = [u8; 32];
 
+/// Kinds of devices that a guest can drive itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PassThroughKind {
+    /// A PL011, which accesses no memory.
+    Pl011,
+    /// A virtio device over MMIO.
+    Virtio,
+}
+
+/// A device of the machine that a guest drives itself. Device `n` uses memory range `n` of kind
+/// `Registers`, slot `PASS_THROUGH + n` and event `pass_through(n)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassThrough {
+    /// Kind.
+    pub kind: PassThroughKind,
+    /// Its interrupt is level-triggered.
+    pub is_level: bool,
+}
+
 /// Configuration of a VMM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
@@ -284,6 +314,10 @@ pub struct Vmm<'a> {
     /// n` and event `channel(n)`.
     #[serde(borrow)]
     pub channels: Vec<End<'a>, MAX_VM_CHANNELS>,
+    /// Devices of the machine that the guest drives itself.
+    pub devices: Vec<PassThrough, MAX_VM_DEVICES>,
+    /// Guest-physical address of guest memory, which is its physical one; `None`: the board's.
+    pub identity: Option<u64>,
 }
 
 /// The start page.
@@ -336,6 +370,7 @@ mod tests {
             doorbell: true,
             signal: u64::MAX,
         };
+        let device = PassThrough { kind: PassThroughKind::Virtio, is_level: true };
         let start = Start {
             name: "a-name-of-the-longest-kind-there",
             cpu: u32::MAX,
@@ -365,6 +400,8 @@ mod tests {
                 seed: Some([u8::MAX; 32]),
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),
+                devices: Vec::from_iter([device; MAX_VM_DEVICES]),
+                identity: Some(u64::MAX),
             }),
         };
         let mut buffer = [0; MAX_START];

@@ -17,7 +17,7 @@ use crate::service::DiskRange;
 use crate::vtlb::Vtlb;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 /// Largest number of VMs in a system.
 pub const MAX_VMS: usize = 16;
 /// Largest number of vCPUs of a VM.
@@ -32,6 +32,8 @@ pub const MAX_SERVERS: usize = 8;
 pub const MAX_VM_DISKS: usize = 4;
 /// Largest number of network cards of a VM.
 pub const MAX_VM_NETS: usize = 4;
+/// Largest number of devices of the machine that a VM drives itself.
+pub const MAX_VM_DEVICES: usize = 4;
 /// Longest name of a VM, task or server in bytes.
 pub const MAX_NAME: usize = 31;
 /// Longest guest kernel command line in bytes, without a terminating zero
@@ -126,7 +128,7 @@ pub struct CpuTime {
     pub period: u64,
 }
 
-/// Device of a server.
+/// Device of a server, or of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Device {
     /// No device: a switch without uplink.
@@ -217,6 +219,10 @@ pub struct Vm<'a> {
     pub disks: Vec<VmDisk, MAX_VM_DISKS>,
     /// Network cards, in the order of their discovery by the guest.
     pub nets: Vec<VmNet, MAX_VM_NETS>,
+    /// Devices of the machine that the guest drives itself: serial ports and virtio devices over
+    /// MMIO of a device tree. A virtio device accesses all memory of the machine, and needs guest
+    /// memory whose guest-physical addresses are the physical ones.
+    pub devices: Vec<Device, MAX_VM_DEVICES>,
 }
 
 /// Disk of a VM.
@@ -309,6 +315,14 @@ pub enum DescriptionError {
     BufferFull,
 }
 
+impl Vm<'_> {
+    /// Returns whether the guest-physical addresses of guest memory are the physical ones: a device
+    /// that the guest drives itself accesses it.
+    pub fn has_identity_memory(&self) -> bool {
+        self.devices.iter().any(|device| matches!(device, Device::Mmio(..)))
+    }
+}
+
 impl<'a> System<'a> {
     /// Decodes a compiled description. Bytes after it are ignored.
     pub fn decode(bytes: &'a [u8]) -> Result<Self, DescriptionError> {
@@ -391,6 +405,7 @@ mod tests {
                     group: 0,
                     rate: 1 << 20,
                 }]),
+                devices: Vec::from_iter([Device::Mmio(VirtioClass::Net, 1)]),
             }]),
             channels: Vec::from_iter([Channel { between: [0, 1], size: 1 << 20, doorbell: true }]),
         }

@@ -79,6 +79,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         arm64::arm64_scenarios(),
         arm64::arm64_devices(),
         arm64::arm64_guarded_devices(),
+        arm64::arm64_pass_through(),
         arm64::arm64_gicv2(is_long),
         arm64::arm64_mmio(),
         arm64::arm64_refused_devices(),

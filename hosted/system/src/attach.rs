@@ -49,9 +49,9 @@ impl VirtioBus {
     }
 }
 
-/// Device or port that a server can own.
+/// Device or port of the machine that a server, or a VM, can own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ServerDevice {
+pub enum MachineDevice {
     /// First serial port.
     Com1,
     /// virtio-blk device with this index.
@@ -62,7 +62,7 @@ pub enum ServerDevice {
     Ahci(u8, Option<u8>),
 }
 
-impl ServerDevice {
+impl MachineDevice {
     /// Parses `com1`, `virtio-blk:0`, `virtio-net:0`, `pci:ahci:0` or `pci:ahci:0.2`. Before the
     /// names of virtio devices, `pci:` or `mmio:` may state the transport, which is `bus` else.
     pub fn parse(text: &str, bus: VirtioBus) -> Result<Self, String> {
@@ -106,7 +106,7 @@ impl ServerDevice {
         }
     }
 
-    /// Returns whether two servers cannot own these devices.
+    /// Returns whether two owners cannot have these devices.
     pub fn overlaps(self, other: Self) -> bool {
         match (self, other) {
             // A controller is programmed as a whole.
@@ -116,7 +116,7 @@ impl ServerDevice {
     }
 }
 
-impl fmt::Display for ServerDevice {
+impl fmt::Display for MachineDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Com1 => f.write_str("com1"),
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn devices() {
-        let parse = |text| ServerDevice::parse(text, VirtioBus::Mmio);
+        let parse = |text| MachineDevice::parse(text, VirtioBus::Mmio);
         for text in [
             "com1",
             "pci:virtio-blk:0",
@@ -360,7 +360,7 @@ mod tests {
         ] {
             assert_eq!(parse(text).unwrap().to_string(), text);
         }
-        assert_eq!(parse("virtio-net:2"), Ok(ServerDevice::VirtioNet(VirtioBus::Mmio, 2)));
+        assert_eq!(parse("virtio-net:2"), Ok(MachineDevice::VirtioNet(VirtioBus::Mmio, 2)));
         for text in [
             "com2",
             "pci:",
@@ -374,7 +374,7 @@ mod tests {
         ] {
             assert!(parse(text).is_err(), "{text}");
         }
-        assert!(ServerDevice::Ahci(0, None).overlaps(ServerDevice::Ahci(0, Some(2))));
+        assert!(MachineDevice::Ahci(0, None).overlaps(MachineDevice::Ahci(0, Some(2))));
         let [disk, card] = ["virtio-blk:0", "virtio-net:0"].map(|text| parse(text).unwrap());
         assert!(!disk.overlaps(card));
     }

@@ -1,5 +1,6 @@
 //! Boot files of the VMs, and the memory of the machine for them.
 
+use crate::attach::VirtioBus;
 use crate::guest;
 use crate::packed;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
@@ -26,6 +27,9 @@ const PAGE_TABLE_SHIFT: u32 = 8;
 const UNFETCHED_FILES: u64 = 20 << 20;
 /// Assumed length of a micro-guest that has not been built, in bytes.
 const MICRO_FILES: u64 = 1 << 20;
+/// Distance of the boot files from the start of RAM in QEMU's board `virt`, in bytes. Memory that a
+/// VM needs in one piece fits behind them.
+const BEFORE_BOOT_FILES: u64 = 128 << 20;
 /// Granularity of an emulated machine's memory in bytes.
 const MEMORY_STEP: u64 = 64 << 20;
 
@@ -119,8 +123,10 @@ impl ResolvedSystem {
         let sessions = disks * proto::disk::SESSION_BYTES + nets * proto::net::SESSION_BYTES;
         let pools: u64 = self.vms.iter().map(|vm| vtlb::memory(vm.vtlb, vm.vcpus)).sum();
         let channels: u64 = self.channels.iter().map(|channel| u64::from(channel.size)).sum();
-        let fixed =
-            FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions + channels + pools;
+        let has_whole = self.vms.iter().any(ResolvedVm::needs_one_piece);
+        let lost = if has_whole { BEFORE_BOOT_FILES } else { 0 };
+        let vms = PER_VM_MEMORY * self.vms.len() as u64;
+        let fixed = FIXED_MEMORY + vms + sessions + channels + pools + lost;
         guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
     }
 
@@ -138,6 +144,11 @@ impl ResolvedSystem {
 }
 
 impl ResolvedVm {
+    /// Returns whether guest memory is one piece of the machine's, because a device accesses it.
+    fn needs_one_piece(&self) -> bool {
+        self.devices.iter().any(|device| device.bus() == Some(VirtioBus::Mmio))
+    }
+
     /// Checks the kernel file and returns the kernel's length.
     fn kernel_problems(
         &self,

@@ -1,6 +1,6 @@
 //! The compiled form of a validated description, which `root` reads.
 
-use crate::attach::{ServerDevice, VirtioBus};
+use crate::attach::{MachineDevice, VirtioBus};
 use crate::description::{Board, Log, OnReset, Restart, ServerKind};
 use crate::resolved::{ResolvedServer, ResolvedSystem, ResolvedTask, ResolvedVm};
 use hosted_command::failure::{self, Failure};
@@ -50,23 +50,26 @@ fn compile_server(server: &ResolvedServer) -> compiled::Server<'_> {
             ServerKind::Block => compiled::ServerKind::Block,
             ServerKind::Switch => compiled::ServerKind::Switch,
         },
-        device: match server.device {
-            None => compiled::Device::None,
-            Some(ServerDevice::Com1) => compiled::Device::Serial(compiled::SerialPort::Com1),
-            Some(ServerDevice::VirtioBlk(bus, index)) => {
-                virtio_device(bus, compiled::VirtioClass::Block, index)
-            }
-            Some(ServerDevice::VirtioNet(bus, index)) => {
-                virtio_device(bus, compiled::VirtioClass::Net, index)
-            }
-            Some(ServerDevice::Ahci(index, port)) => {
-                compiled::Device::Pci(compiled::PciClass::Ahci(port), index)
-            }
-        },
+        device: server.device.map_or(compiled::Device::None, compile_device),
         binary: server.binary(),
         priority: server.priority,
         cpu_time: server.cpu_time,
         restart: compile_restart(server.restart),
+    }
+}
+
+fn compile_device(device: MachineDevice) -> compiled::Device {
+    match device {
+        MachineDevice::Com1 => compiled::Device::Serial(compiled::SerialPort::Com1),
+        MachineDevice::VirtioBlk(bus, index) => {
+            virtio_device(bus, compiled::VirtioClass::Block, index)
+        }
+        MachineDevice::VirtioNet(bus, index) => {
+            virtio_device(bus, compiled::VirtioClass::Net, index)
+        }
+        MachineDevice::Ahci(index, port) => {
+            compiled::Device::Pci(compiled::PciClass::Ahci(port), index)
+        }
     }
 }
 
@@ -121,6 +124,7 @@ fn compile_vm<'a>(
         template: vm.template,
         disks: vm.disks.iter().copied().collect(),
         nets: vm.nets.iter().copied().collect(),
+        devices: vm.devices.iter().copied().map(compile_device).collect(),
     }
 }
 

@@ -123,7 +123,7 @@ pub struct Server {
     pub name: Spanned<String>,
     /// Kind of service.
     pub kind: ServerKind,
-    /// Device that the server owns: see `attach::ServerDevice`. A switch needs none.
+    /// Device that the server owns: see `attach::MachineDevice`. A switch needs none.
     pub device: Option<Spanned<String>>,
     /// Binary that replaces the default one.
     pub program: Option<Spanned<String>>,
@@ -237,6 +237,13 @@ pub struct Vm {
     /// Network cards: see `attach::NetAttachment`.
     #[serde(default)]
     pub net: Vec<Spanned<String>>,
+    /// Devices of the machine that the guest drives itself, on board `qemu-virt`: `com1`,
+    /// `virtio-blk:0` or `virtio-net:0`.
+    #[serde(default)]
+    pub devices: Vec<Spanned<String>>,
+    /// The guest may have devices that access all memory of the machine.
+    #[serde(default)]
+    pub trusted: bool,
 }
 
 /// `[[channel]]`.

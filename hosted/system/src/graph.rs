@@ -7,7 +7,7 @@
 pub mod dot;
 pub mod svg;
 
-use crate::attach::ServerDevice;
+use crate::attach::MachineDevice;
 use crate::description::{Log, Restart, ServerKind};
 use crate::resolved::{ResolvedServer, ResolvedSystem, ResolvedVm};
 use hosted_command::architecture::Architecture;
@@ -156,18 +156,22 @@ impl Graph {
         let node = self.node(Kind::Server, &id, &server.name, details);
         self.edge(node, root, &["log, control"]).routine();
         if let Some(device) = server.device {
-            let id = format!("device:{device}");
-            let there = self.node(Kind::Device, &id, &device.to_string(), vec![]);
+            let there = self.device(device);
             let capabilities: &[&str] = match device {
-                ServerDevice::Com1 if serial == PL011 => &[PL011, "its interrupt"],
-                ServerDevice::Com1 => &[serial, "interrupt 4"],
-                ServerDevice::VirtioBlk(..)
-                | ServerDevice::VirtioNet(..)
-                | ServerDevice::Ahci(..) => &["registers, interrupt,", "memory for DMA"],
+                MachineDevice::Com1 if serial == PL011 => &[PL011, "its interrupt"],
+                MachineDevice::Com1 => &[serial, "interrupt 4"],
+                MachineDevice::VirtioBlk(..)
+                | MachineDevice::VirtioNet(..)
+                | MachineDevice::Ahci(..) => &["registers, interrupt,", "memory for DMA"],
             };
             self.edge(node, there, capabilities);
         }
         node
+    }
+
+    /// Adds a device of the machine.
+    fn device(&mut self, device: MachineDevice) -> usize {
+        self.node(Kind::Device, &format!("device:{device}"), &device.to_string(), vec![])
     }
 
     /// Adds a VM and its VMM; returns the VMM's index.
@@ -212,6 +216,14 @@ impl Graph {
         }
         if let Some(&server) = vm.console.and_then(|index| servers.get(usize::from(index))) {
             self.edge(monitor, server, CONSOLE_SESSION);
+        }
+        for &device in &vm.devices {
+            let there = self.device(device);
+            let memory = match device {
+                MachineDevice::Com1 => "passed to the guest",
+                _ => "passed to the guest: all memory",
+            };
+            self.edge(monitor, there, &["registers, interrupt,", memory]);
         }
         monitor
     }

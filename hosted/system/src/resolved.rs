@@ -1,6 +1,6 @@
 //! A validated system description.
 
-use crate::attach::{EmulatedDisk, EmulatedNic, ServerDevice};
+use crate::attach::{EmulatedDisk, EmulatedNic, MachineDevice};
 use crate::description::{Board, Log, OnReset, Restart, ServerKind};
 use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::Failure;
@@ -68,7 +68,7 @@ pub struct ResolvedServer {
     /// The server has several clients.
     pub shared: bool,
     /// Device that the server owns.
-    pub device: Option<ServerDevice>,
+    pub device: Option<MachineDevice>,
     /// Binary, if it is not the default.
     pub(crate) program: Option<Spanned<String>>,
     /// Restart policy.
@@ -149,6 +149,8 @@ pub struct ResolvedVm {
     pub disks: Vec<compiled::VmDisk>,
     /// Network cards, each with the index of its switch.
     pub nets: Vec<compiled::VmNet>,
+    /// Devices of the machine that the guest drives itself.
+    pub devices: Vec<MachineDevice>,
 }
 
 impl ResolvedVm {

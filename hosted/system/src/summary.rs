@@ -87,6 +87,11 @@ impl ResolvedSystem {
                 write!(f, " for {}", clients.join(", "))?;
             }
         }
+        for vm in &self.vms {
+            for device in &vm.devices {
+                write!(f, "; {device}: {} itself", vm.name)?;
+            }
+        }
         writeln!(f)
     }
 }

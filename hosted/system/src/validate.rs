@@ -13,11 +13,12 @@
 
 mod attachments;
 mod cpus;
+mod devices;
 mod features;
 mod names;
 mod servers;
 
-use crate::attach::{ServerDevice, VirtioBus};
+use crate::attach::{MachineDevice, VirtioBus};
 use crate::channels;
 use crate::cpu_time::Budget;
 use crate::description::{self, Board, Console, Description, GuestTransport};
@@ -27,6 +28,7 @@ use crate::resolved::{
 use crate::vtlb;
 use attachments::Attached;
 use cpus::{CpuRequest, MAX_CPUS, least_cpus};
+use devices::MachineDevices;
 use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::Failure;
 use hosted_command::input;
@@ -124,10 +126,11 @@ impl Validator<'_> {
         let disks = self.machine_disks(&system.disk);
         let nets = self.machine_nets(&system.net);
         let files = self.guest_files(&system.files);
-        let machine = (system.board != Board::Pc).then_some((&disks[..], &nets[..]));
+        let emulated = (system.board != Board::Pc).then_some((&disks[..], &nets[..]));
+        let machine = MachineDevices { log: system.log, emulated };
         self.ports(&server, &vm);
         let consoles = self.consoles(&vm, &task);
-        let servers = self.servers(server, &consoles, system.log, machine);
+        let servers = self.servers(server, &consoles, machine);
         let mut names = Names::new("task or virtual machine");
         let console = console_server(&servers);
         let tasks = task.into_iter().map(|task| self.task(task.into_inner(), &mut names, console));
@@ -135,7 +138,7 @@ impl Validator<'_> {
         // VMs created from a template share CPUs with other VMs.
         let started = vm.iter().map(Spanned::get_ref).filter(|vm| !vm.template);
         let requests: Vec<CpuRequest> = started.map(CpuRequest::of).collect();
-        let vms = self.vms(vm, &servers, &mut names, console);
+        let vms = self.vms(vm, machine, &servers, &mut names, console);
         let cpus = self.machine_cpus(&system, overrides, &requests, &tasks);
         self.cpus(&requests, &tasks, cpus, system.share_cpus);
         let resolved = ResolvedSystem {
@@ -163,18 +166,21 @@ impl Validator<'_> {
     fn vms(
         &mut self,
         described: Vec<Spanned<description::Vm>>,
+        machine: MachineDevices,
         servers: &[ResolvedServer],
         names: &mut Names,
         console: Option<u8>,
     ) -> Vec<ResolvedVm> {
         let mut attached = Attached::default();
+        let mut taken = Vec::new();
         let numbered = described.into_iter().enumerate();
         numbered
             .map(|(index, vm)| {
                 let vm = vm.into_inner();
                 let disks = self.disks(&vm, servers, &mut attached);
                 let nets = self.nets(index, &vm, servers, &mut attached);
-                ResolvedVm { disks, nets, ..self.vm(vm, names, console) }
+                let devices = self.own_devices(&vm, machine, servers, &mut taken);
+                ResolvedVm { disks, nets, devices, ..self.vm(vm, names, console) }
             })
             .collect()
     }
@@ -293,6 +299,7 @@ impl Validator<'_> {
             template: vm.template,
             disks: Vec::new(),
             nets: Vec::new(),
+            devices: Vec::new(),
         }
     }
 
@@ -377,7 +384,7 @@ impl Validator<'_> {
 
 /// Returns the index of the server that has the first serial line.
 fn console_server(servers: &[ResolvedServer]) -> Option<u8> {
-    let found = servers.iter().position(|server| server.device == Some(ServerDevice::Com1));
+    let found = servers.iter().position(|server| server.device == Some(MachineDevice::Com1));
     found.map(|index| index as u8)
 }
 

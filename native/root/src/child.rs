@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use abi::args::irq_flags;
 use abi::{PAGE_SIZE, SHARE_OF_CPU, Selector, boot, rights};
 use heapless::Vec;
 use native_rt::start::Boot;
@@ -11,14 +12,15 @@ use native_rt::{
 };
 use proto::manage::Report;
 use proto::start::{
-    FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, REPORT_PAGE,
-    Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
+    DEVICES, FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE,
+    REPORT_PAGE, Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
 };
-use proto::system::{CpuTime, MAX_VCPUS};
+use proto::system::{CpuTime, MAX_VCPUS, MAX_VM_DEVICES};
 
 use crate::directory::Directory;
 use crate::loader::{self, LoadError};
-use crate::memory::{MAX_GUEST_PIECES, Memory};
+use crate::memory::{MAX_GUEST_PIECES, Memory, physical};
+use crate::mmio::{Place, SearchError};
 
 /// Root's capability slots, without the kernel's and root's fixed ones.
 pub type RootSlots = Slots<14>;
@@ -26,7 +28,7 @@ pub type RootSlots = Slots<14>;
 /// Rights of memory that a VMM may delegate to its guest as data.
 pub const FOR_GUESTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
 /// Maximum number of root's slots per child.
-const MAX_SLOTS: usize = 12 + MAX_VCPUS - 1;
+const MAX_SLOTS: usize = 12 + MAX_VCPUS - 1 + MAX_VM_DEVICES;
 /// Time slice among threads of the same priority, in ns.
 const TIME_SLICE: u64 = 10_000_000;
 
@@ -57,6 +59,8 @@ pub enum StartError {
     Place,
     /// Free memory is exhausted or too fragmented.
     Memory,
+    /// Free memory has no piece for the guest, whose device accesses it.
+    OnePiece,
     /// Root's capability slots are exhausted.
     Slots,
     /// The child's server does not run.
@@ -81,8 +85,12 @@ impl fmt::Display for StartError {
             Self::NoNestedPaging => {
                 to.write_str("the processor has no nested paging: add `npt = false` to the VM")
             }
+            Self::OnePiece => to.write_str(
+                "no free piece of memory is large enough for the guest, whose device accesses it: \
+                 give the machine more memory, or the guest less",
+            ),
             Self::SharedPage => to.write_str(
-                "another device has registers in the same page as the server's: \
+                "another device has registers in the same page: \
                  give each a page (QEMU: bus=virtio-mmio-bus.N, eight of which share one)",
             ),
             Self::SharedLine => to.write_str(
@@ -97,6 +105,15 @@ impl fmt::Display for StartError {
 impl From<Status> for StartError {
     fn from(status: Status) -> Self {
         Self::Kernel(status)
+    }
+}
+
+impl From<SearchError> for StartError {
+    fn from(error: SearchError) -> Self {
+        match error {
+            SearchError::Missing => Self::Device,
+            SearchError::SharedPage => Self::SharedPage,
+        }
     }
 }
 
@@ -169,6 +186,11 @@ pub struct Child {
 fn share(time: CpuTime) -> u64 {
     let parts = u128::from(time.budget) * u128::from(SHARE_OF_CPU);
     parts.div_ceil(u128::from(time.period.max(1))) as u64 + 1
+}
+
+/// Flags of an interrupt by line.
+pub fn trigger(is_level: bool) -> u64 {
+    if is_level { irq_flags::LEVEL } else { 0 }
 }
 
 /// Allocates one of root's slots for a child.
@@ -375,10 +397,21 @@ impl Child {
         self.add_range(RangeKind::Private, MEMORY, bytes)
     }
 
-    /// Adds guest memory, filled with zeros.
-    pub fn add_guest(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
-        let windows =
-            resources.memory.allocate_guest(self.number, bytes).ok_or(StartError::Memory)?;
+    /// Adds guest memory, filled with zeros. `is_contiguous`: it is one range of physical memory,
+    /// whose address is returned.
+    pub fn add_guest(
+        &mut self,
+        resources: &mut Resources,
+        bytes: u64,
+        is_contiguous: bool,
+    ) -> Result<Option<u64>, StartError> {
+        let memory = &mut resources.memory;
+        let (windows, error) = match is_contiguous {
+            true => (memory.allocate_contiguous_guest(self.number, bytes), StartError::OnePiece),
+            false => (memory.allocate_guest(self.number, bytes), StartError::Memory),
+        };
+        let windows = windows.ok_or(error)?;
+        let first = windows.first().filter(|_| is_contiguous).copied();
         let mut address = GUEST_MEMORY;
         self.guest.clone_from(&windows);
         for window in windows {
@@ -388,7 +421,7 @@ impl Child {
             self.add_range(RangeKind::Guest, address, window.length())?;
             address += window.length();
         }
-        Ok(())
+        Ok(first.map(physical))
     }
 
     /// Returns the pieces of `length` bytes of guest memory from `offset` on; `None` beyond its
@@ -503,18 +536,34 @@ impl Child {
         whole.then(|| words.first_chunk().map(Report::unpack)).flatten()
     }
 
-    /// Delegates the interrupt of its device; number and flags as for `Create` in `abi`.
+    /// Delegates the interrupt of a device to a slot there; number and flags as for `Create` in
+    /// `abi`.
     pub fn add_interrupt(
         &mut self,
         resources: &mut Resources,
-        interrupt: u32,
-        flags: u64,
+        (interrupt, flags): (u32, u64),
+        to: Selector,
     ) -> Result<Irq, StartError> {
         let slot_of_irq = allocate_slot(&mut resources.slots, &mut self.slots)?;
         let platform = Platform::at(boot::slot::PLATFORM);
         let irq = self.factory.irq(slot_of_irq, platform, interrupt, flags)?;
-        self.task.delegate(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        self.task.delegate(irq.selector(), to, rights::IRQ)?;
         Ok(irq)
+    }
+
+    /// Gives it a device of a device tree: its registers of `length` bytes, with these rights as
+    /// range `number`, and its interrupt, in a slot there.
+    pub fn add_mmio_device(
+        &mut self,
+        resources: &mut Resources,
+        (place, length): (Place, u64),
+        (number, to, rights): (u64, Selector, u8),
+    ) -> Result<Irq, StartError> {
+        let registers = resources.boot.device_pages(place.base, length);
+        let registers = registers.ok_or(StartError::Device)?;
+        let address = DEVICES + number * PAGE_SIZE + place.base % PAGE_SIZE;
+        self.add_registers(RangeKind::Registers, registers, address, rights, number, length)?;
+        self.add_interrupt(resources, (place.interrupt, trigger(place.is_level)), to)
     }
 
     /// Gives it eight I/O ports and an interrupt line, which is returned.
@@ -526,7 +575,7 @@ impl Child {
         interrupt: u32,
     ) -> Result<Irq, StartError> {
         const EDGE: u64 = 0;
-        let irq = self.add_interrupt(resources, interrupt, EDGE)?;
+        let irq = self.add_interrupt(resources, (interrupt, EDGE), slot::DEVICE)?;
         self.task.delegate_ports(ports, 8)?;
         Ok(irq)
     }

@@ -90,6 +90,7 @@ pub mod tests {
             template,
             disks: heapless::Vec::new(),
             nets: heapless::Vec::new(),
+            devices: heapless::Vec::new(),
         }
     }
 

@@ -27,6 +27,7 @@ mod manage;
 mod manager;
 mod memory;
 mod mmio;
+mod pass_through;
 mod pci;
 mod platform;
 mod policy;

@@ -29,7 +29,7 @@ use crate::memory::Memory;
 use crate::platform::{EXIT_NAMES, Fault};
 use crate::policy::{Draining, Ended};
 use crate::sessions::Sessions;
-use crate::{leave, lines, platform, policy};
+use crate::{leave, lines, pass_through, platform, policy};
 
 mod launch;
 
@@ -296,6 +296,9 @@ impl<'a> Manager<'a> {
         // A server that still runs would take what registers of a disabled device read as for its
         // answers, and report success to its clients.
         child.stop();
+        if let Some(vm) = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index)) {
+            pass_through::vm_ended(self.resources.boot, &vm.plan.devices);
+        }
         if let Some(server) = self.system.servers.get(number) {
             self.sessions.server_ended(self.resources.boot, number, server);
         }

@@ -1,6 +1,6 @@
 //! Physical memory and its owners.
 
-use abi::{Item, PAGE_SIZE};
+use abi::{Item, PAGE_SIZE, boot};
 use heapless::Vec;
 use native_rt::Window;
 use native_rt::start::Boot;
@@ -13,6 +13,13 @@ const MAX_PIECES: usize = 256;
 pub const MAX_GUEST_PIECES: usize = 20;
 /// Smallest piece of guest memory: 1 MiB.
 const MIN_GUEST_ORDER: u8 = 8;
+/// Order of a large page: 2 MiB.
+const LARGE_PAGE_ORDER: u32 = 9;
+
+/// Returns the physical address of memory in root's window.
+pub fn physical(window: Window) -> u64 {
+    window.base() - boot::PHYSICAL_WINDOW
+}
 
 #[derive(Clone, Copy)]
 struct Piece {
@@ -107,6 +114,17 @@ impl Memory {
             }
         }
         Some(windows)
+    }
+
+    /// Allocates `bytes` bytes of guest memory for `owner` in one piece, aligned for large pages.
+    pub fn allocate_contiguous_guest(
+        &mut self,
+        owner: usize,
+        bytes: u64,
+    ) -> Option<Vec<Window, MAX_GUEST_PIECES>> {
+        let pages = bytes / PAGE_SIZE;
+        let whole = self.allocate_aligned(owner, pages, 1 << LARGE_PAGE_ORDER)?;
+        Some(Vec::from_iter([whole]))
     }
 
     /// Frees all memory of `owner` and revokes its delegations.

@@ -15,10 +15,10 @@ use proto::system::VirtioClass;
 /// Maximum number of transports, with or without a device: QEMU's board `virt` has 32.
 const MAX_TRANSPORTS: usize = 64;
 
-/// Place of a transport, as the device tree describes it.
+/// Place of a device, as the device tree describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Physical address of its registers, [`register::LENGTH`] bytes inside of one page.
+    /// Physical address of its registers; those of a transport are inside of one page.
     pub base: u64,
     /// Number (INTID) of its interrupt.
     pub interrupt: u32,

@@ -8,6 +8,7 @@
 //! - `wall_clock`: the counter, and seconds since 1970 at that time, 0 without a clock;
 //! - `seed`: secret of the firmware for random numbers, if it passes one;
 //! - `add_serial`: gives a child a serial port; returns its interrupt, and its first I/O port or 0;
+//! - `serial_place`: registers and interrupt of a serial port, if it is a device of a device tree;
 //! - `leave`: ends the machine with an outcome, if it can be ended;
 //! - `describe`: writes the text of a [`Fault`].
 
@@ -23,12 +24,12 @@ pub mod x86;
 #[cfg(target_arch = "aarch64")]
 pub use arm64::{
     EXIT_NAMES, PROCESSOR, add_serial, describe, leave, pci_host, pci_line, prepare, seed,
-    wall_clock,
+    serial_place, wall_clock,
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86::{
     EXIT_NAMES, PROCESSOR, add_serial, describe, leave, pci_host, pci_line, prepare, seed,
-    wall_clock,
+    serial_place, wall_clock,
 };
 
 /// A fault of a child, as the kernel reports it.

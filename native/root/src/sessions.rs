@@ -6,7 +6,7 @@
 //! to another owner.
 
 use abi::args::irq_flags;
-use abi::{PAGE_SIZE, boot, rights};
+use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
 use hw_tables::virtio_mmio;
 use native_rt::start::Boot;
@@ -15,19 +15,19 @@ use proto::service::{
     Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetServer, Service, SwitchPort,
 };
 use proto::start::{
-    DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event,
+    DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event, slot,
 };
 use proto::system::{
     Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, System, VirtioClass, Vm,
 };
 use proto::{disk, net};
 
-use crate::child::{Child, Resources, StartError};
+use crate::child::{Child, Resources, StartError, trigger};
 use crate::instances::Instances;
 use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
-use crate::memory::Memory;
-use crate::mmio::{self, SearchError};
+use crate::memory::{Memory, physical};
+use crate::mmio;
 use crate::pci::{Bar, Function, Pci};
 
 /// Maximum number of sessions in a system.
@@ -115,11 +115,6 @@ pub struct Sessions {
     dma: [Option<Window>; MAX_SERVERS],
     /// The IOMMU, if the platform has one.
     iommu: Option<Iommu>,
-}
-
-/// Returns the physical address of memory in root's window.
-fn physical(window: Window) -> u64 {
-    window.base() - boot::PHYSICAL_WINDOW
 }
 
 impl Sessions {
@@ -332,11 +327,12 @@ impl Sessions {
         }
 
         if let Some(line) = function.line() {
-            let flags = trigger(line.is_level);
-            child.add_interrupt(resources, line.interrupt, flags).map_err(of_line)?;
+            let interrupt = (line.interrupt, trigger(line.is_level));
+            child.add_interrupt(resources, interrupt, slot::DEVICE).map_err(of_line)?;
             function.enable_line();
         } else {
-            let mut message = child.add_interrupt(resources, 0, irq_flags::MESSAGE)?.message()?;
+            let irq = child.add_interrupt(resources, (0, irq_flags::MESSAGE), slot::DEVICE)?;
+            let mut message = irq.message()?;
             if let Some(iommu) = &mut self.iommu {
                 let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
                 message = remapped.map_err(|NoRoom| StartError::Memory)?;
@@ -426,18 +422,12 @@ fn add_transport(
     index: u8,
 ) -> Result<(), StartError> {
     let boot = resources.boot;
-    let place = mmio::find(boot, class, index).map_err(|error| match error {
-        SearchError::Missing => StartError::Device,
-        SearchError::SharedPage => StartError::SharedPage,
-    })?;
+    let place = mmio::find(boot, class, index)?;
     if !mmio::reset(boot, &place) {
         return Err(StartError::Device);
     }
-    let length = virtio_mmio::LENGTH;
-    let window = boot.device_pages(place.base, length).ok_or(StartError::Device)?;
-    let (address, both) = (DEVICES + place.base % PAGE_SIZE, rights::READ | rights::WRITE);
-    child.add_registers(RangeKind::Registers, window, address, both, 0, length)?;
-    child.add_interrupt(resources, place.interrupt, trigger(place.is_level))?;
+    let both = rights::READ | rights::WRITE;
+    child.add_mmio_device(resources, (place, virtio_mmio::LENGTH), (0, slot::DEVICE, both))?;
     native_rt::info!("server drives virtio device at {:#x}", place.base);
     Ok(())
 }
@@ -448,11 +438,6 @@ fn of_line(error: StartError) -> StartError {
         StartError::Kernel(Status::Busy) => StartError::SharedLine,
         error => error,
     }
-}
-
-/// Flags of an interrupt by line.
-fn trigger(is_level: bool) -> u64 {
-    if is_level { irq_flags::LEVEL } else { 0 }
 }
 
 fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {

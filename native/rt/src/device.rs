@@ -2,6 +2,7 @@
 
 use core::sync::atomic::AtomicU64;
 
+use abi::PAGE_SIZE;
 use proto::channel::{MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use proto::start::{Range, RangeKind, Start};
 
@@ -136,14 +137,31 @@ pub fn dma(start: &Start) -> Option<Shared> {
     ranges(start, RangeKind::Dma).next().map(Shared::of)
 }
 
-/// Registers of base address range `number` of the task's device.
+fn register_range<'a>(start: &'a Start, number: u64) -> Option<&'a Range> {
+    ranges(start, RangeKind::Registers).find(|range| range.physical == number)
+}
+
+/// Registers of base address range `number` of the task's device, or of a VMM's device `number`.
 pub fn registers(start: &Start, number: u64) -> Option<DeviceRegisters> {
-    let range = ranges(start, RangeKind::Registers).find(|range| range.physical == number)?;
+    let range = register_range(start, number)?;
     if !range.base.is_multiple_of(8) {
         return None;
     }
     // SAFETY: root maps the device there, writable, for as long as the task exists.
     Some(unsafe { DeviceRegisters::new(range.base, range.length) })
+}
+
+/// Page with the registers of range `number` of a VMM's devices, to delegate.
+pub fn register_page(start: &Start, number: u64) -> Option<Window> {
+    let range = register_range(start, number)?;
+    // SAFETY: root maps the device there, which holds no Rust object.
+    Some(unsafe { Window::new(range.base & !(PAGE_SIZE - 1), PAGE_SIZE) })
+}
+
+/// Offset in [`register_page`] and length of these registers, in bytes.
+pub fn register_place(start: &Start, number: u64) -> Option<(u64, u64)> {
+    let range = register_range(start, number)?;
+    Some((range.base % PAGE_SIZE, range.length))
 }
 
 /// Read-only configuration space of the task's device: a write faults.

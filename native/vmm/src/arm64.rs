@@ -5,20 +5,22 @@ mod backend;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH, virq};
+use heapless::Vec;
 use hw_arm64::gic::{Version, v2};
+use native_rt::device::register_place;
 use native_rt::random::Generator;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time, warn};
 use proto::channel::MAX_VM_CHANNELS;
 use proto::control::code;
-use proto::start::{RangeKind, Start, Vmm};
-use proto::system::VirtioTransport;
+use proto::start::{PassThrough, PassThroughKind, RangeKind, Start, Vmm};
+use proto::system::{MAX_VM_DEVICES, VirtioTransport};
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
 use vmm_arm64::{Arm64Vcpu as _, StartRequest, System, Width};
-use vmm_boot::virt::{self as layout, RAM, SlotNode, VirtBoot};
+use vmm_boot::virt::{self as layout, DeviceKind, PassThroughNode, RAM, SlotNode, VirtBoot};
 pub use vmm_machine::VirtBus as GuestBus;
-use vmm_machine::{Model, Virt, VirtConfig};
+use vmm_machine::{Host, Model, Virt, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 
@@ -32,6 +34,7 @@ use crate::{Cell, Devices, YieldRelax};
 pub const CHANNEL_WINDOWS: (u64, u64) =
     (layout::channel_memory(0), layout::MAX_CHANNELS * layout::CHANNEL_STRIDE);
 const _: () = assert!(MAX_DEVICES <= layout::MAX_SLOTS);
+const _: () = assert!(MAX_VM_DEVICES <= layout::MAX_PASS_THROUGH);
 const _: () = assert!(layout::CPU_INTERFACE == CPU_INTERFACE);
 const _: () = assert!(MAX_VM_CHANNELS <= virq::COUNT);
 const _: () = assert!(v2::cpu_interface::LENGTH == CPU_INTERFACE_LENGTH);
@@ -46,9 +49,25 @@ pub fn bus(plan: &Vmm) -> GuestBus {
     }
 }
 
-/// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
-pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
-    core::iter::once((RAM, bytes))
+/// Ranges of `bytes` bytes of guest memory: guest-physical address and length. `identity`: address
+/// that is not the board's.
+pub fn ram_ranges(identity: Option<u64>, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    core::iter::once((identity.unwrap_or(RAM), bytes))
+}
+
+/// Guest-physical address of the page with the registers of a device that the guest drives itself.
+pub fn pass_through_page(number: usize) -> u64 {
+    layout::pass_through(number)
+}
+
+/// Passes the interrupt of such a device to the guest.
+pub fn interrupt(
+    board: &GuestBoard,
+    (number, device): (usize, PassThrough),
+    cpu: &VcpuLoop,
+    host: &mut impl Host,
+) {
+    board.pass_through_interrupt(number, device.is_level, Some(cpu), host);
 }
 
 /// Returns the mode of the VM: stage 2 translates.
@@ -82,6 +101,19 @@ const KASLR_STREAM: u64 = 1 << 33;
 /// Number of boots of the guest.
 static BOOTS: AtomicU64 = AtomicU64::new(0);
 
+/// 32-bit kernels decompress themselves to a multiple of this, which must be the start of RAM.
+const ZIMAGE_ALIGN: u64 = 128 << 20;
+
+/// Describes a device that the guest drives itself.
+fn node_of(start: &Start, (number, device): (usize, &PassThrough)) -> PassThroughNode {
+    let (offset, length) = register_place(start, number as u64).unwrap_or_default();
+    let kind = match device.kind {
+        PassThroughKind::Pl011 => DeviceKind::Pl011,
+        PassThroughKind::Virtio => DeviceKind::Virtio,
+    };
+    PassThroughNode { kind, offset, length, is_level: device.is_level }
+}
+
 /// Loads the guest; returns the start of its first vCPU and the kind of all. The error is an exit
 /// code.
 pub fn load(
@@ -100,6 +132,14 @@ pub fn load(
         _ if plan.transport == VirtioTransport::Pci => Some(SlotNode::Pci),
         _ => Some(SlotNode::Virtio),
     };
+    if plan.identity.is_some_and(|address| address < RAM) {
+        error!(
+            "the VM's memory is where the board has devices: it needs an address of 1 GiB or more"
+        );
+        return Err(code::BAD_CONFIG);
+    }
+    let pass_through: Vec<_, MAX_VM_DEVICES> =
+        plan.devices.iter().enumerate().map(|device| node_of(start, device)).collect();
     let slots: [_; layout::MAX_SLOTS] = core::array::from_fn(node);
     // Each boot has a seed of its own. The entropy source has stream 0.
     let boot = 1 + BOOTS.fetch_add(1, Ordering::Relaxed);
@@ -111,6 +151,7 @@ pub fn load(
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line,
         slots: &slots,
+        pass_through: &pass_through,
         gic: gic_version(plan),
         seed: seed.as_ref(),
         kaslr_seed: kaslr_seed.and_then(|seed| seed.first_chunk().copied()).map(u64::from_le_bytes),
@@ -121,6 +162,12 @@ pub fn load(
                 "the kernel is a 32-bit one (zImage), but the processor has no AArch32 at EL1: \
                  use a 64-bit kernel, or another processor"
             );
+            Err(code::BAD_CONFIG)
+        }
+        Ok(loaded)
+            if loaded.is_32_bit && plan.identity.is_some_and(|at| at % ZIMAGE_ALIGN != 0) =>
+        {
+            error!("a 32-bit kernel cannot have a virtio device of the machine");
             Err(code::BAD_CONFIG)
         }
         Ok(loaded) => {

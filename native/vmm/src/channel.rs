@@ -12,7 +12,7 @@ use proto::channel::{
     Broken, End, LET_GO, LOOK, MAP, Message, OFFER, REVOKE, Receiver, SHARE_BYTES, SHARES,
     SendError, Sender, ShareRef, ShareState, View, hypercall,
 };
-use proto::start::slot;
+use proto::start::{Vmm, slot};
 use vmm_bus::backend::{ChannelBackend, ChannelInfo};
 
 use crate::platform;
@@ -39,23 +39,25 @@ pub struct ChannelEnd {
     offered: u32,
     /// Mapped bytes of each of the peer's shares; 0: not mapped.
     mapped: [u64; SHARES],
+    /// Address of guest memory, if it is not the board's.
+    identity: Option<u64>,
     sender: Option<Sender<'static>>,
     receiver: Option<Receiver<'static>>,
 }
 
 impl ChannelEnd {
     /// Creates the end of channel `number`, and describes it for the guest. `own` is this VM's name
-    /// and index.
+    /// and configuration.
     pub fn new(
         number: usize,
         end: &End,
         memory: Shared,
-        own: (&str, u32),
+        own: (&str, &Vmm),
     ) -> Option<(ChannelInfo, Self)> {
         let info = ChannelInfo {
             number: number as u8,
             side: end.side,
-            own_id: own.1,
+            own_id: own.1.id,
             peer_id: end.peer,
             size: u32::try_from(memory.window().length()).ok()?,
             doorbell: end.doorbell,
@@ -74,6 +76,7 @@ impl ChannelEnd {
             shares_at: None,
             offered: 0,
             mapped: [0; SHARES],
+            identity: own.1.identity,
             sender: None,
             receiver: None,
         };
@@ -158,7 +161,7 @@ impl ChannelBackend for ChannelEnd {
 
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
         let length = u64::from(length);
-        let ranges = platform::ram_ranges(MAX_MEMORY);
+        let ranges = platform::ram_ranges(self.identity, MAX_MEMORY);
         let Some(offset) = offset(ranges, address, length) else { return false };
         let done = self.call_root(OFFER, share, [offset, length, writable.into()]).is_some();
         self.offered |= u32::from(done) << share;

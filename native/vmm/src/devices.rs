@@ -211,7 +211,7 @@ pub fn open_channels<const N: usize>(
     let mut memory = channels(start);
     for (index, end) in plan.channels.iter().enumerate() {
         let memory = memory.next().ok_or(DeviceSetupError::NoChannel(index))?;
-        let created = ChannelEnd::new(index, end, memory, (start.name, plan.id));
+        let created = ChannelEnd::new(index, end, memory, (start.name, plan));
         let (info, peer) = created.ok_or(DeviceSetupError::NoChannel(index))?;
         let added = devices.add(Model::Channel(info), HostEndpoint::Channel(peer));
         added.map_err(|_| DeviceSetupError::TooMany)?;

@@ -3,13 +3,13 @@
 use core::fmt;
 
 use native_rt::{Notification, SharedVcpu, log, time};
-use proto::start::{Start, event};
+use proto::start::{PassThrough, Start, event};
 use vmm_bus::BackendRef;
 use vmm_machine::{Host, Level, Sgis, Virq};
 
 use crate::console::{Console, ConsoleLine};
 use crate::devices::Listeners;
-use crate::platform;
+use crate::{pass_through, platform};
 
 /// Host services as one thread uses them: clock, console, log, kicks of other threads.
 pub struct NativeHost<'a> {
@@ -24,6 +24,8 @@ pub struct NativeHost<'a> {
     /// Environment of this program.
     #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has no sessions"))]
     pub start: &'a Start<'a>,
+    /// Devices that the guest drives itself.
+    pub devices: &'a [PassThrough],
     /// Mapping from events to devices.
     pub listeners: Listeners,
     /// Ticks by which the VM's time is less than the host's, because of pauses.
@@ -71,6 +73,10 @@ impl Host for NativeHost<'_> {
     fn notify(&mut self, index: usize) -> bool {
         // It fails only if the capability is gone, and the vCPU with it.
         self.vcpus.get(index).is_some_and(|vcpu| vcpu.notify().unwrap_or(true))
+    }
+
+    fn end_pass_through(&mut self, number: usize) {
+        pass_through::acknowledge(number);
     }
 
     fn kick(&mut self, index: usize) {

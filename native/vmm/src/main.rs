@@ -15,6 +15,7 @@ mod console;
 mod control;
 mod devices;
 mod host;
+mod pass_through;
 #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "no vTLB there"))]
 mod space;
 mod steal;
@@ -113,7 +114,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
         error!("{} vCPUs requested; the limit is 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
     }
-    let Some(memory) = guest_memory(start, platform::ram_ranges(plan.memory)) else {
+    let Some(memory) = guest_memory(start, platform::ram_ranges(plan.identity, plan.memory)) else {
         error!("the start page does not describe {} bytes of guest memory", plan.memory);
         return code::BAD_CONFIG;
     };
@@ -126,8 +127,9 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
             return code::INTERNAL;
         }
     };
-    if let Err(status) = map_guest(start, plan.memory) {
-        error!("cannot map guest memory: {status:?}");
+    let mapped = map_guest(start, plan).and_then(|()| pass_through::connect(start, plan));
+    if let Err(status) = mapped {
+        error!("cannot map guest memory and devices: {status:?}");
         return code::INTERNAL;
     }
     let statistics = Cell::new(VmmStatistics::ZERO);
@@ -231,12 +233,12 @@ impl<'a> Guest<'a> {
 }
 
 /// Maps guest memory at its guest-physical addresses.
-fn map_guest(start: &Start, bytes: u64) -> Result<(), Status> {
+fn map_guest(start: &Start, plan: &Vmm) -> Result<(), Status> {
     let all = rights::READ | rights::WRITE | rights::EXECUTE | rights::USER | rights::GLOBAL;
     let mut offset = 0;
     for window in windows(start, RangeKind::Guest) {
         let mut first = 0;
-        for (address, length) in platform::ram_ranges(bytes) {
+        for (address, length) in platform::ram_ranges(plan.identity, plan.memory) {
             let from = offset.max(first);
             let end = (offset + window.length()).min(first + length);
             if let Some(length) = end.checked_sub(from).filter(|&length| length != 0) {
@@ -261,6 +263,7 @@ fn run(
     devices: Option<&Devices>,
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, shared, helpers } = guest;
+    pass_through::reset(start, plan);
     let loaded = platform::load(start, plan, memory, vcpus, devices)?;
     if plan.on_reset == OnReset::Exit {
         release_files(start);
@@ -277,6 +280,7 @@ fn run(
             vcpus: shared,
             start,
             listeners,
+            devices: &plan.devices,
             paused_ticks,
             server_events: [0; 2],
         };
@@ -365,6 +369,9 @@ fn notify_devices(board: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut Na
             board.function_input(slot, Some(cpu), host);
         }
         board.input(Some(cpu), host);
+    }
+    for (number, device) in pass_through::interrupting(host.devices, events) {
+        platform::interrupt(board, (number, device), cpu, host);
     }
     for slot in host.listeners.notified(events) {
         board.function_input(slot, Some(cpu), host);

@@ -11,9 +11,9 @@ use hw_x86::cpuid::leaf;
 use native_rt::start::file;
 use native_rt::{SharedVcpu, Vcpu, Vm, error, time};
 use proto::control::code;
-use proto::start::{RangeKind, Start, Vmm};
+use proto::start::{PassThrough, RangeKind, Start, Vmm};
 use vmm_boot::BootConfig;
-use vmm_machine::{Pc, PcConfig, Sgis, Virq, layout};
+use vmm_machine::{Host, Pc, PcConfig, Sgis, Virq, layout};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 pub use vmm_x86::Cpu as VcpuLoop;
@@ -40,9 +40,18 @@ pub fn bus(_: &Vmm) -> GuestBus {
 }
 
 /// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
-pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+pub fn ram_ranges(_: Option<u64>, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
     vmm_boot::ram_ranges(bytes, vmm_machine::layout().hole_start)
 }
+
+/// Guest-physical address of the registers of a device that the guest drives itself. Root gives PCs
+/// none.
+pub fn pass_through_page(_: usize) -> u64 {
+    0
+}
+
+/// Passes the interrupt of such a device to the guest.
+pub fn interrupt(_: &GuestBoard, _: (usize, PassThrough), _: &VcpuLoop, _: &mut impl Host) {}
 
 /// Wraps a vCPU that has not run yet. `is_virtual`: its space `vm` is guest-virtual.
 pub fn create_vcpu<'a>(

@@ -115,6 +115,9 @@ pub trait Host {
     /// channel in a slot, if vCPU 0, whose thread peers signal, is to get one at each doorbell; it
     /// may run meanwhile. A host that delivers none by itself ignores them.
     fn set_doorbells(&mut self, _virq: &mut dyn FnMut(usize) -> Option<Virq>) {}
+    /// The guest has ended a level-triggered interrupt of device `number` that it drives itself
+    /// (board `virt`): the device may interrupt again.
+    fn end_pass_through(&mut self, _number: usize) {}
     /// Makes interrupts of [`Host::put_virqs`] take effect on a vCPU that runs; returns `false` if
     /// it does not run.
     fn notify(&mut self, _index: usize) -> bool {

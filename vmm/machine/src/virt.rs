@@ -5,10 +5,11 @@
 //! slots ([`slots`]), which have one each; it is held while a device works, and not while the guest
 //! runs. A thread that creates an event for another vCPU kicks it.
 
+mod env;
 mod pci_access;
 mod slots;
+mod unknown;
 
-use core::fmt;
 use core::ops::Range;
 use core::time::Duration;
 
@@ -18,7 +19,7 @@ use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Width};
 use vmm_boot::virt as layout;
-use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
+use vmm_bus::{Access, Device, Env, NEVER, Nanos, WAKE_INPUT};
 use vmm_dev::arm64::gic::{Gic, v2m};
 use vmm_dev::arm64::pl011::Pl011;
 use vmm_dev::arm64::pl031::Pl031;
@@ -32,6 +33,9 @@ use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome, Platform, Signals, StopReason};
 use crate::functions::Functions;
 use crate::pci::Windows;
 use crate::{Counters, Host, Level, Once};
+
+use env::{ChipEnv, with_line};
+use unknown::Text;
 
 pub use slots::{VirtBus, VirtDevice};
 
@@ -225,6 +229,23 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt
         devices.gic.target(last.unwrap_or(layout::device_interrupt(slot, 0))).unwrap_or(0)
     }
 
+    /// Passes the interrupt of device `number` that the guest drives itself to the guest. A level
+    /// stays until the guest has ended the interrupt ([`Host::end_pass_through`]). `caller`: as for
+    /// [`Virt::input`].
+    pub fn pass_through_interrupt<H: Host>(
+        &self,
+        number: usize,
+        is_level: bool,
+        caller: Option<&VcpuLoop>,
+        host: &mut H,
+    ) {
+        let interrupt = layout::pass_through_interrupt(number);
+        self.locked(host, caller.map(VcpuLoop::index), |devices, _| match is_level {
+            true => devices.gic.set_level(interrupt, true),
+            false => devices.gic.set_pending(interrupt),
+        });
+    }
+
     /// Presses the power button: requests a shutdown of the guest.
     pub fn press_power_button<H: Host>(&self, host: &mut H) {
         self.locked(host, None, |devices, of| {
@@ -394,79 +415,6 @@ impl<const CPUS: usize> Devices<CPUS> {
     }
 }
 
-/// Calls a device, then passes its line to the interrupt controller, as this interrupt.
-fn with_line<const CPUS: usize, H: Host, T>(
-    (gic, interrupt): (&mut Gic<CPUS>, u32),
-    effects: &mut Effects,
-    (fixed, host): (&Fixed<'_>, &mut H),
-    call: impl FnOnce(&mut dyn Env) -> T,
-) -> T {
-    let mut env = ChipEnv { fixed, effects, host, line: None };
-    let result = call(&mut env);
-    if let Some(level) = env.line {
-        gic.set_level(interrupt, level);
-        env.effects.has_line = true;
-    }
-    result
-}
-
-/// Environment of a device.
-struct ChipEnv<'a, 'm, H> {
-    fixed: &'a Fixed<'m>,
-    effects: &'a mut Effects,
-    host: &'a mut H,
-    /// Last level of the device's line 0.
-    line: Option<bool>,
-}
-
-impl<H: Host> Env for ChipEnv<'_, '_, H> {
-    fn now(&self) -> Nanos {
-        self.fixed.clock.nanos(self.host.counter())
-    }
-
-    fn set_line(&mut self, line: u8, level: bool) {
-        if line == 0 {
-            self.line = Some(level);
-        }
-    }
-
-    fn arm(&mut self, _: u8, deadline: Nanos) {
-        // No device of this board has a timer.
-        debug_assert!(deadline == NEVER);
-    }
-
-    fn memory(&self) -> &GuestMemory {
-        self.fixed.memory
-    }
-
-    fn backend(&mut self) -> (BackendRef<'_>, &GuestMemory) {
-        (self.host.serial(), self.fixed.memory)
-    }
-
-    fn msi(&mut self, msi: Msi) {
-        self.missing("interrupt message to no controller", msi.address);
-    }
-
-    fn machine(&mut self, event: MachineEvent) {
-        let outcome = match event {
-            MachineEvent::PowerOff => Outcome::PowerOff,
-            MachineEvent::Reset => Outcome::Reset,
-            MachineEvent::GuestPanic => Outcome::GuestPanic,
-            MachineEvent::ExitCode(code) => Outcome::Code(code),
-            MachineEvent::GuestCrashLoaded => return,
-        };
-        self.effects.end.get_or_insert(outcome);
-    }
-
-    fn missing(&mut self, what: &'static str, value: u64) {
-        self.effects.counters.missing += 1;
-        // The address identifies the text: each is one literal of one device.
-        let key = what.as_ptr().addr() as u64;
-        let text = format_args!("{what} ({value:#x})");
-        self.effects.once.log(self.host, Level::Warning, key, text);
-    }
-}
-
 /// The board as seen by one vCPU while it runs.
 struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
     virt: &'a Virt<'m, R, CPUS, P>,
@@ -607,7 +555,16 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     }
 
     fn end_virq(&mut self, cpu: usize, number: u32) {
-        self.locked(|devices, _| devices.gic.end_virq(cpu, number));
+        let device = layout::pass_through_number(number);
+        self.locked(|devices, _| {
+            if device.is_some() {
+                devices.gic.set_level(number, false);
+            }
+            devices.gic.end_virq(cpu, number);
+        });
+        if let Some(device) = device {
+            self.host.end_pass_through(device);
+        }
     }
 
     fn start(&mut self, affinity: u64, request: StartRequest) -> i64 {
@@ -650,8 +607,8 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
 
     fn stolen_time_record(&self, cpu: usize) -> Option<u64> {
         let memory = self.virt.fixed.memory;
-        let ram = memory.ranges().find(|range| range.0 == layout::RAM)?.1;
-        (ram > layout::STOLEN_TIME_LENGTH).then(|| layout::stolen_time_record(ram, cpu))
+        let ram = memory.ranges().next()?;
+        (ram.1 > layout::STOLEN_TIME_LENGTH).then(|| layout::stolen_time_record(ram, cpu))
     }
 
     #[cold]
@@ -674,31 +631,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
             *counter += 1;
             once.log(host, Level::Info, key, format_args!("{}", Text(what)));
         });
-    }
-}
-
-/// Text about an operation that is not emulated.
-struct Text(Unknown);
-
-impl fmt::Display for Text {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Unknown::SystemRegister(register) => {
-                let [op0, op1, crn] = [register >> 14, register >> 11 & 7, register >> 7 & 15];
-                let [crm, op2] = [register >> 3 & 15, register & 7];
-                write!(to, "unknown system register S{op0}_{op1}_C{crn}_C{crm}_{op2}")
-            }
-            Unknown::Coprocessor(register) => {
-                let [opc1, crn] = [register >> 11 & 7, register >> 7 & 15];
-                let [crm, opc2] = [register >> 3 & 15, register & 7];
-                write!(to, "unknown register p15, {opc1}, c{crn}, c{crm}, {opc2}")
-            }
-            Unknown::Instruction(address) => {
-                write!(to, "no memory or device at guest-physical address {address:#x}")
-            }
-            Unknown::Call(number) => write!(to, "unknown call {number:#x}"),
-            Unknown::Exit(syndrome) => write!(to, "unknown exception with syndrome {syndrome:#x}"),
-        }
     }
 }
 

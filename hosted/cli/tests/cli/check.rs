@@ -292,6 +292,70 @@ fn disks_and_networks_of_aarch64() {
 }
 
 #[test]
+fn devices_that_guests_drive_themselves() {
+    let start = ARM64.find("[[server]]").unwrap();
+    let machine = &ARM64[..start];
+    let vm = |name: &str, more: &str| {
+        format!("[[vm]]\nname = \"{name}\"\nmemory = \"64M\"\nkernel = \"kernel\"\n{more}\n")
+    };
+    let all = "devices = [\"com1\", \"virtio-blk:0\"]\ntrusted = true";
+    let check_image = |description: &str| {
+        let folder = Folder::new(description);
+        folder.write("kernel", &image_arm64());
+        let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+        (code(&output), String::from_utf8_lossy(&output.stdout).into_owned(), errors(&output))
+    };
+    let (status, text, error) = check_image(&format!("{machine}{}", vm("a", all)));
+    assert_eq!(status, 0, "{error}");
+    assert!(text.contains("; com1: a itself; mmio:virtio-blk:0: a itself"), "{text}");
+    // A UART needs no trust.
+    let uart = vm("a", "devices = [\"com1\"]");
+    assert_eq!(check_image(&format!("{machine}{uart}")).0, 0);
+    let disk = "[[server]]\nname = \"blk0\"\nkind = \"block\"\ndevice = \"virtio-blk:0\"\n";
+    let guarded = machine.replacen("\n\n", "\niommu = true\n\n", 1);
+    let logged = machine.replacen("\n\n", "\nlog = \"com1\"\n\n", 1);
+    for (description, message) in [
+        (
+            format!("{machine}{}", vm("a", "devices = [\"virtio-blk:0\"]")),
+            "mmio:virtio-blk:0 can access all memory of the machine",
+        ),
+        (
+            format!("{machine}{disk}{}", vm("a", all)),
+            "mmio:virtio-blk:0 already belongs to server `blk0`",
+        ),
+        (
+            format!("{machine}{}{}", vm("a", all), vm("b", all)),
+            "com1 already belongs to virtual machine `a`",
+        ),
+        (
+            format!("{machine}{uart}{}", vm("b", "console = \"com1\"")),
+            "com1 already belongs to server `console`",
+        ),
+        (format!("{logged}{uart}"), "com1 already belongs to the kernel log"),
+        (
+            format!("{guarded}{}", vm("a", "devices = [\"virtio-blk:0\"]\ntrusted = true")),
+            "guests cannot drive devices on PCI themselves yet",
+        ),
+        (
+            format!("{machine}{}", vm("a", "devices = [\"virtio-blk:1\"]\ntrusted = true")),
+            "the machine has no mmio:virtio-blk:1",
+        ),
+        (
+            format!("{machine}{uart}template = true\n"),
+            "a template cannot have devices of the machine",
+        ),
+        (
+            format!("{machine}{uart}").replace("qemu-virt", "qemu-q35"),
+            "only guests of board \"qemu-virt\" can drive devices themselves",
+        ),
+    ] {
+        let (status, _, error) = check_image(&description);
+        assert_eq!(status, 65, "{description}\n{error}");
+        assert!(error.contains(message), "expected {message}\ngot {error}");
+    }
+}
+
+#[test]
 fn a_shared_console() {
     let task = "[[task]]\nname = \"steward\"\nbinary = \"check-hostile\"\nmanage = true\n";
     let other = "[[vm]]\nname = \"b\"\nmemory = \"64M\"\nkernel = \"kernel\"\n";

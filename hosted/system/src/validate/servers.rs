@@ -1,11 +1,11 @@
 //! Servers: their devices, their binaries, and the clients of the console.
 
 use super::Validator;
+use super::devices::{MachineDevices, log_conflict};
 use super::names::Names;
-use crate::attach::{Bus, EmulatedDisk, EmulatedNic, ServerDevice, VirtioBus};
+use crate::attach::MachineDevice;
 use crate::description::{self, Console, Log, Restart, ServerKind};
 use crate::resolved::ResolvedServer;
-use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
 use std::ops::Range;
 use toml::Spanned;
@@ -29,8 +29,7 @@ impl Validator<'_> {
         &mut self,
         described: Vec<Spanned<description::Server>>,
         consoles: &[ConsoleClient],
-        log: Log,
-        machine: Option<(&[EmulatedDisk], &[EmulatedNic])>,
+        machine: MachineDevices,
     ) -> Vec<ResolvedServer> {
         let shared = consoles.iter().any(|client| client.shares);
         let mut names = Names::new("server");
@@ -40,14 +39,10 @@ impl Validator<'_> {
             names.add(&server.name, &mut self.problems);
             let device = self.device(&server);
             if let (Some(device), Some(written)) = (device, &server.device) {
-                self.device_owner(device, written, &servers);
-                if device == ServerDevice::Com1 && log == Log::Com1 {
-                    self.problems.push(log_conflict(written.span()));
-                }
-                if let Some(missing) = machine.and_then(|machine| missing_device(device, machine)) {
-                    let message = format!("the machine has no {device}");
-                    self.problems.push(Problem::new(written.span(), message).help(missing));
-                }
+                let owners = servers.iter().filter_map(|server| {
+                    Some((format!("server `{}`", server.name), server.device?))
+                });
+                self.device_is_free((device, written), machine, owners);
             }
             if let Some(program) = &server.program {
                 self.binary(program);
@@ -65,14 +60,14 @@ impl Validator<'_> {
         }
         let has_console = servers.iter().any(|server| server.kind == ServerKind::Console);
         if let (Some(user), false) = (consoles.first(), has_console) {
-            if log == Log::Com1 {
+            if machine.log == Log::Com1 {
                 self.problems.push(log_conflict(user.span.clone()));
             }
             servers.push(ResolvedServer {
                 name: CONSOLE_NAME.to_owned(),
                 kind: ServerKind::Console,
                 shared,
-                device: Some(ServerDevice::Com1),
+                device: Some(MachineDevice::Com1),
                 program: None,
                 restart: Restart::OnCrash,
                 priority: DEFAULT_SERVER_PRIORITY,
@@ -80,23 +75,6 @@ impl Validator<'_> {
             });
         }
         servers
-    }
-
-    /// Checks that no server before this one owns the device.
-    fn device_owner(
-        &mut self,
-        device: ServerDevice,
-        written: &Spanned<String>,
-        servers: &[ResolvedServer],
-    ) {
-        let owner =
-            servers.iter().find(|other| other.device.is_some_and(|other| other.overlaps(device)));
-        if let Some(owner) = owner {
-            let message = format!("{device} already belongs to server `{}`", owner.name);
-            let problem = Problem::new(written.span(), message);
-            self.problems
-                .push(problem.help("a device has one owner; remove one of the two servers"));
-        }
     }
 
     /// Checks that the console has one client, or several that all share it.
@@ -135,7 +113,7 @@ impl Validator<'_> {
     }
 
     /// Returns the device of a server, if the server can drive it.
-    fn device(&mut self, server: &description::Server) -> Option<ServerDevice> {
+    fn device(&mut self, server: &description::Server) -> Option<MachineDevice> {
         let Some(written) = &server.device else {
             if server.kind != ServerKind::Switch {
                 let message = format!("server `{}` has no device", server.name.get_ref());
@@ -144,27 +122,13 @@ impl Validator<'_> {
             }
             return None;
         };
-        let bus = self.bus;
-        let device = self.parsed(written, |text| ServerDevice::parse(text, bus))?;
-        if device.bus().is_some_and(|stated| stated != bus) {
-            let message = match (self.architecture, bus) {
-                (Architecture::X86, _) => "a PC has no virtio devices over MMIO",
-                (_, VirtioBus::Pci) => "with `iommu = true`, all devices are on PCI",
-                (_, VirtioBus::Mmio) => {
-                    "board \"qemu-virt\" has devices on PCI with `iommu = true` only"
-                }
-            };
-            let problem = Problem::new(written.span(), message);
-            let help = "write \"virtio-blk:0\" or \"virtio-net:0\", which any board has";
-            self.problems.push(problem.help(help));
-            return None;
-        }
+        let device = self.machine_device(written)?;
         let fits = match server.kind {
-            ServerKind::Console => device == ServerDevice::Com1,
+            ServerKind::Console => device == MachineDevice::Com1,
             ServerKind::Block => {
-                matches!(device, ServerDevice::VirtioBlk(..) | ServerDevice::Ahci(..))
+                matches!(device, MachineDevice::VirtioBlk(..) | MachineDevice::Ahci(..))
             }
-            ServerKind::Switch => matches!(device, ServerDevice::VirtioNet(..)),
+            ServerKind::Switch => matches!(device, MachineDevice::VirtioNet(..)),
         };
         if !fits {
             let message = format!("server `{}` cannot drive {device}", server.name.get_ref());
@@ -220,32 +184,4 @@ fn device_help(kind: ServerKind) -> &'static str {
         ServerKind::Block => "a disk server drives virtio-blk:0 or pci:ahci:0",
         ServerKind::Switch => "a switch drives virtio-net:0, or nothing",
     }
-}
-
-/// Returns whether the emulated machine lacks the device, and the remedy.
-fn missing_device(
-    device: ServerDevice,
-    (disks, nets): (&[EmulatedDisk], &[EmulatedNic]),
-) -> Option<&'static str> {
-    let on = |bus| disks.iter().filter(|disk| disk.bus == bus).count();
-    let (there, help) = match device {
-        ServerDevice::Com1 => (true, ""),
-        ServerDevice::VirtioBlk(_, index) => {
-            (usize::from(index) < on(Bus::Virtio), "add [system] disk = [\"disk.img\"]")
-        }
-        // The board has one AHCI controller; disks occupy its first ports.
-        ServerDevice::Ahci(index, port) => (
-            index == 0 && usize::from(port.unwrap_or(0)) < on(Bus::Ahci),
-            "add [system] disk = [\"disk.img,bus=ahci\"]; the board has one controller",
-        ),
-        ServerDevice::VirtioNet(_, index) => {
-            (usize::from(index) < nets.len(), "add [system] net = [\"user\"]")
-        }
-    };
-    (!there).then_some(help)
-}
-
-fn log_conflict(span: Range<usize>) -> Problem {
-    Problem::new(span, "com1 already belongs to the kernel log")
-        .help("set [system] log = \"com2\" or \"none\"")
 }

@@ -9,8 +9,8 @@ use proto::system::{Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, Server, Server
 
 use super::{FIRST_TASK, FIRST_VM, Manager};
 use crate::child::{Child, ChildConfig, StartError};
-use crate::platform;
 use crate::sessions::SystemView;
+use crate::{pass_through, platform};
 
 /// Kernel memory of a server, in pages.
 const SERVER_QUOTA: u64 = 64;
@@ -171,7 +171,8 @@ impl<'a> Manager<'a> {
             may_create_objects: cpus.len() > 1,
         };
         self.build(&config, vm.binary, |root, child| {
-            child.add_guest(&mut root.resources, vm.memory)?;
+            let is_contiguous = vm.has_identity_memory();
+            let identity = child.add_guest(&mut root.resources, vm.memory, is_contiguous)?;
             let further = cpus.len() as u64 - 1;
             if further > 0 {
                 child.add_private(&mut root.resources, further * VCPU_STACK)?;
@@ -189,6 +190,7 @@ impl<'a> Manager<'a> {
             let seed = seeds.as_mut().map(Generator::seed);
             let attachments = sessions.connect_client(number, vm, child, resources, view)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
+            let devices = pass_through::connect(child, resources, &vm.devices)?;
             Ok(Role::Vmm(Vmm {
                 id: index as u32 + 1,
                 cpus,
@@ -206,6 +208,8 @@ impl<'a> Manager<'a> {
                 seed,
                 attachments,
                 channels,
+                devices,
+                identity,
             }))
         })
     }

@@ -3,7 +3,6 @@
 
 use core::fmt;
 
-use abi::args::irq_flags;
 use abi::{PAGE_SIZE, boot, rights};
 use hw_arm64::esr::{self, class};
 use hw_arm64::{pl011, pl031};
@@ -12,13 +11,14 @@ use hw_tables::fdt::{Fdt, Node, pci};
 use hw_tables::pci::SPACE;
 use native_rt::start::Boot;
 use native_rt::{Irq, Platform, time};
-use proto::start::{DEVICES, RangeKind, Seed};
+use proto::start::{Seed, slot};
 use proto::system::{Board, SerialPort};
 #[cfg_attr(test, allow(unused_imports, reason = "that of the host's architecture is used"))]
 pub use vmm_arm64::EXIT_NAMES;
 
 use super::Fault;
 use crate::child::{Child, Resources, StartError};
+use crate::mmio::Place;
 use crate::pci::{HostBridge, Line};
 
 /// Processor that programs must be for.
@@ -79,11 +79,16 @@ pub fn pci_line(boot: &Boot, device: u8, pin: u8) -> Option<Line> {
     Some(Line { interrupt, is_level })
 }
 
-/// Physical address and interrupt of the UART of the console.
-fn uart(tree: &Fdt<'_>) -> Option<(u64, u32)> {
+/// The UART of the console.
+fn uart(tree: &Fdt<'_>) -> Option<Place> {
     let node = tree.console(pl011::COMPATIBLE)?;
     let (base, _) = node.ranges().next().filter(|(base, _)| base % PAGE_SIZE == 0)?;
-    Some((base, node.gic_interrupt(0)?))
+    Some(Place { base, interrupt: node.gic_interrupt(0)?, is_level: true })
+}
+
+/// Returns the place of a serial port that a child can get.
+pub fn serial_place(boot: &Boot, port: SerialPort) -> Option<Place> {
+    tree(boot).as_ref().and_then(uart).filter(|_| port == SerialPort::Com1)
 }
 
 /// Gives a child the UART of the console: its registers as range 0, and the interrupt.
@@ -92,16 +97,9 @@ pub fn add_serial(
     resources: &mut Resources,
     port: SerialPort,
 ) -> Result<(Irq, u16), StartError> {
-    if port != SerialPort::Com1 {
-        return Err(StartError::Device);
-    }
-    let boot = resources.boot;
-    let place = tree(boot).as_ref().and_then(uart);
-    let (base, interrupt) = place.ok_or(StartError::Device)?;
-    let registers = boot.device_pages(base, PAGE_SIZE).ok_or(StartError::Device)?;
-    let irq = child.add_interrupt(resources, interrupt, irq_flags::LEVEL)?;
-    let rights = rights::READ | rights::WRITE;
-    child.add_registers(RangeKind::Registers, registers, DEVICES, rights, 0, PAGE_SIZE)?;
+    let place = serial_place(resources.boot, port).ok_or(StartError::Device)?;
+    let both = rights::READ | rights::WRITE;
+    let irq = child.add_mmio_device(resources, (place, PAGE_SIZE), (0, slot::DEVICE, both))?;
     Ok((irq, 0))
 }
 
@@ -142,7 +140,7 @@ mod tests {
     #[test]
     fn the_uart_of_a_virtual_machine() {
         let tree = Fdt::parse(VIRT).unwrap();
-        assert_eq!(uart(&tree), Some((0x900_0000, 33)));
+        assert_eq!(uart(&tree), Some(Place { base: 0x900_0000, interrupt: 33, is_level: true }));
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub use vmm_x86::exit::EXIT_NAMES;
 use super::Fault;
 pub use super::cmos::wall_clock;
 use crate::child::{Child, Resources, StartError};
+use crate::mmio::Place;
 use crate::pci::{HostBridge, Line};
 
 /// Port of QEMU's `isa-debug-exit`.
@@ -49,6 +50,11 @@ pub fn pci_host(boot: &Boot) -> Option<HostBridge> {
 
 /// Returns nothing: the tables with the lines of PCI functions are in ACPI's machine language.
 pub fn pci_line(_: &Boot, _: u8, _: u8) -> Option<Line> {
+    None
+}
+
+/// Returns nothing: serial ports of PCs are I/O ports.
+pub fn serial_place(_: &Boot, _: SerialPort) -> Option<Place> {
     None
 }
 

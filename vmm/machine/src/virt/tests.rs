@@ -1,8 +1,10 @@
 use super::*;
+use core::fmt;
 use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
 use vmm_arm64::{Sgis, Virq, Width};
+use vmm_bus::BackendRef;
 use vmm_mem::testing;
 
 #[derive(Default)]
@@ -16,6 +18,8 @@ struct ScriptHost {
     enabled_sgis: [u16; 2],
     /// Interrupts of the doorbells of the channels in the first two slots.
     doorbells: [Option<Virq>; 2],
+    /// Devices of the machine that may interrupt again.
+    ended: Vec<usize>,
 }
 
 impl Host for ScriptHost {
@@ -39,6 +43,9 @@ impl Host for ScriptHost {
     }
     fn set_doorbells(&mut self, virq: &mut dyn FnMut(usize) -> Option<Virq>) {
         self.doorbells = core::array::from_fn(virq);
+    }
+    fn end_pass_through(&mut self, number: usize) {
+        self.ended.push(number);
     }
     fn notify(&mut self, _: usize) -> bool {
         self.is_running
@@ -97,6 +104,30 @@ fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
     bus.host.room = 5;
     send(&mut bus, 0);
     assert_eq!(bus.host.kicks.len(), kicks + 3, "it may be idle");
+}
+
+#[test]
+fn a_device_of_the_machine_interrupts_again_after_the_end() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
+    let mut host = ScriptHost { room: 8, ..ScriptHost::default() };
+    // Group 1, and interrupts 36 and 37, the second edge-triggered.
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    for (register, value) in [(0, 0x12), (0x84, 0x30), (0x104, 0x30), (0xc08, 2 << 10)] {
+        bus.mmio_write(0, layout::DISTRIBUTOR + register, 4, value);
+    }
+    virt.devices.lock().power[0] = Power::On;
+    virt.pass_through_interrupt(0, true, None, &mut host);
+    virt.pass_through_interrupt(1, false, None, &mut host);
+    assert_eq!(host.put, [(0, 36), (0, 37)]);
+    virt.pass_through_interrupt(0, true, None, &mut host);
+    assert_eq!(host.put.len(), 2, "the guest has not ended it");
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.end_virq(0, 36);
+    bus.end_virq(0, layout::UART_INTERRUPT);
+    assert_eq!((&bus.host.ended[..], bus.host.put.len()), (&[0][..], 2), "its line is low");
+    virt.pass_through_interrupt(0, true, None, &mut host);
+    assert_eq!(host.put, [(0, 36), (0, 37), (0, 36)]);
 }
 
 #[test]
