@@ -10,6 +10,7 @@ use hw_tables::fdt::Fdt;
 use hw_tables::virtio_mmio as register;
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
+use proto::start::PassThroughKind;
 use proto::system::VirtioClass;
 
 /// Maximum number of transports, with or without a device: QEMU's board `virt` has 32.
@@ -77,17 +78,17 @@ fn choose(
     }
 }
 
-/// Registers of the transport at an address, if the kernel passes that memory to root.
-fn registers(boot: &Boot, base: u64) -> Option<DeviceRegisters> {
+/// Registers at an address, inside of one page, if the kernel passes that memory to root.
+pub fn registers(boot: &Boot, base: u64, length: u64) -> Option<DeviceRegisters> {
     let page = base & !(PAGE_SIZE - 1);
-    boot.registers(page, PAGE_SIZE)?.part(base - page, register::LENGTH)
+    boot.registers(page, PAGE_SIZE)?.part(base - page, length)
 }
 
 /// Finds device `index` of a class in the machine's device tree.
 pub fn find(boot: &Boot, class: VirtioClass, index: u8) -> Result<Place, SearchError> {
     let tree = boot.device_tree().and_then(|bytes| Fdt::parse(bytes).ok());
     let places = places(&tree.ok_or(SearchError::Missing)?);
-    let kind = |place: &Place| match registers(boot, place.base) {
+    let kind = |place: &Place| match registers(boot, place.base, register::LENGTH) {
         Some(device) if device.read32(register::MAGIC) == register::MAGIC_VALUE => {
             device.read32(register::DEVICE_ID)
         }
@@ -99,10 +100,8 @@ pub fn find(boot: &Boot, class: VirtioClass, index: u8) -> Result<Place, SearchE
 /// Resets the device at a place, which then accesses no memory. Returns `false` if it reports that
 /// it has not been reset.
 pub fn reset(boot: &Boot, place: &Place) -> bool {
-    registers(boot, place.base).is_some_and(|device| {
-        device.write32(register::STATUS, 0);
-        device.read32(register::STATUS) == 0
-    })
+    let device = registers(boot, place.base, register::LENGTH);
+    device.is_some_and(|device| device.stop(PassThroughKind::Virtio))
 }
 
 #[cfg(test)]

@@ -10,7 +10,6 @@
 //!   then the devices reset: no vCPU can start them again.
 
 use heapless::Vec;
-use hw_arm64::pl011;
 use hw_tables::virtio_mmio;
 use native_rt::start::Boot;
 use proto::start::{PassThrough, PassThroughKind, slot};
@@ -45,13 +44,7 @@ fn length(kind: PassThroughKind) -> u64 {
 /// Makes a device neither interrupt nor access memory. Returns `false` if it reports that it still
 /// does.
 fn reset(boot: &Boot, kind: PassThroughKind, place: &Place) -> bool {
-    match kind {
-        PassThroughKind::Virtio => mmio::reset(boot, place),
-        PassThroughKind::Pl011 => boot.registers(place.base, length(kind)).is_some_and(|uart| {
-            uart.write32(pl011::INTERRUPT_MASK as u64, 0);
-            uart.read32(pl011::INTERRUPT_MASK as u64) == 0
-        }),
-    }
+    mmio::registers(boot, place.base, length(kind)).is_some_and(|device| device.stop(kind))
 }
 
 /// Gives a VM its devices; returns the description for its VMM.

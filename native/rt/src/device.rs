@@ -3,8 +3,10 @@
 use core::sync::atomic::AtomicU64;
 
 use abi::PAGE_SIZE;
+use hw_arm64::pl011;
+use hw_tables::virtio_mmio;
 use proto::channel::{MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
-use proto::start::{Range, RangeKind, Start};
+use proto::start::{PassThroughKind, Range, RangeKind, Start};
 
 use crate::memory::Window;
 
@@ -60,6 +62,17 @@ impl DeviceRegisters {
         let end = offset.checked_add(length)?;
         let fits = end <= self.length && offset.is_multiple_of(8);
         fits.then_some(Self { base: self.base + offset, length })
+    }
+
+    /// Makes a device of this kind neither interrupt nor access memory. Returns `false` if it
+    /// reports that it still does.
+    pub fn stop(self, kind: PassThroughKind) -> bool {
+        let register = match kind {
+            PassThroughKind::Virtio => virtio_mmio::STATUS,
+            PassThroughKind::Pl011 => pl011::INTERRUPT_MASK as u64,
+        };
+        self.write32(register, 0);
+        self.read32(register) == 0
     }
 
     fn address(self, offset: u64, size: u64) -> Option<usize> {

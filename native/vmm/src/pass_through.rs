@@ -4,11 +4,9 @@
 //! A level-triggered interrupt is masked in the kernel from its event until the guest has ended it.
 
 use abi::rights;
-use hw_arm64::pl011;
-use hw_tables::virtio_mmio;
-use native_rt::device::{DeviceRegisters, register_page, registers};
-use native_rt::{Irq, Notification, Status};
-use proto::start::{PassThrough, PassThroughKind, Start, Vmm, event, slot};
+use native_rt::device::{register_page, registers};
+use native_rt::{Irq, Notification, Status, error};
+use proto::start::{PassThrough, Start, Vmm, event, slot};
 
 use crate::platform;
 use crate::space::SPACE;
@@ -32,20 +30,11 @@ pub fn connect(start: &Start, plan: &Vmm) -> Result<(), Status> {
 /// Stops the devices before a boot: what the previous guest has started must not reach the next.
 pub fn reset(start: &Start, plan: &Vmm) {
     for (number, device) in plan.devices.iter().enumerate() {
-        if let Some(registers) = registers(start, number as u64) {
-            stop(registers, device.kind);
+        let stopped = registers(start, number as u64).is_some_and(|at| at.stop(device.kind));
+        if !stopped {
+            error!("device {number} of the guest's own does not stop");
         }
         acknowledge(number);
-    }
-}
-
-fn stop(registers: DeviceRegisters, kind: PassThroughKind) {
-    match kind {
-        PassThroughKind::Virtio => registers.write32(virtio_mmio::STATUS, 0),
-        PassThroughKind::Pl011 => {
-            registers.write32(pl011::INTERRUPT_MASK as u64, 0);
-            registers.write32(pl011::CLEAR as u64, pl011::ALL_INTERRUPTS);
-        }
     }
 }
 

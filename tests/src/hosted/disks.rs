@@ -49,15 +49,16 @@ pub fn disk_in_use() -> Result<()> {
 pub fn disk_full() -> Result<()> {
     let rig = Rig::new()?;
     let large = File::create(rig.path("large.img")).context("cannot make a disk")?;
-    large.set_len(400 << 20).context("cannot make a disk")?;
+    large.set_len(900 << 20).context("cannot make a disk")?;
     let script = "dd if=/dev/zero of=/dev/vdb bs=1M count=8 conv=fsync
-        ! dd if=/dev/zero of=/dev/vdb bs=1M seek=390 count=8 conv=fsync
+        ! dd if=/dev/zero of=/dev/vdb bs=1M seek=890 count=8 conv=fsync
         echo continues\n";
     let mut inner = rig.script(script, &[])?;
     inner.args(["-m", "256M"]);
-    // The limit of file sizes, in units of 512 bytes: between guest memory and the end of the disk.
+    // The limit of file sizes, in units of 512 bytes: between the file of guest memory, which is
+    // twice as long on hosts with protection keys, and the end of the disk.
     let mut machine = Command::new("sh");
-    machine.args(["-c", "ulimit -f 650000; exec \"$@\" -d large.img", "sh"]);
+    machine.args(["-c", "ulimit -f 1500000; exec \"$@\" -d large.img", "sh"]);
     machine.arg(inner.get_program()).args(inner.get_args()).current_dir(rig.folder.path());
     machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
     end(&mut machine, "")?.has(0, &["I/O error", "continues", "request failed"])?;

@@ -158,6 +158,9 @@ impl<'a> Manager<'a> {
         if vm.vtlb.is_none() && machine.features & boot::FEATURE_NESTED == 0 {
             return Err(StartError::NoNestedPaging);
         }
+        if vm.devices.contains(&Device::Serial(self.system.log)) {
+            return Err(StartError::Device);
+        }
         let cpus = self.vm_cpus(index, vm)?;
         let config = ChildConfig {
             number,
