@@ -12,8 +12,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// With protection keys, the default where the host has them, Debian's compiler proper (`cc1`) runs a
-/// page of code in single steps, and does not end in minutes (docs/CAVEATS.md).
+/// With protection keys, the default where the host has them, a page of code is executed in single
+/// steps, and the script does not end in minutes (docs/CAVEATS.md).
 const PROTECTION: [&str; 2] = ["--protection", "none"];
 
 /// The first program mounts what a Debian has, over a disk that stays as it is; the script sees the
