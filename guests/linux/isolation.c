@@ -819,6 +819,25 @@ static void stepped_neighbours(void)
 	}
 }
 
+// Instructions across the ends of many pages, each of which could begin a sequence there: as in a
+// large compiler, all of them stay executable at once.
+static void page_ends(void)
+{
+	enum { COUNT = 256, ROUNDS = 5000 };
+	// mov $0, %eax; movzbl %al, %eax; ret.
+	static const volatile uint8_t crossing[] = { 0xb8, 0, 0, 0, 0, 0x0f, 0xb6, 0xc0, 0xc3 };
+	uint8_t *code = pages((COUNT + 1) * PAGE, PROT_READ | PROT_WRITE);
+	for (int i = 0; i < COUNT; i++) {
+		uint8_t *at = code + (i + 1) * PAGE - 6;
+		PUT(at, crossing);
+		at[1] = i;
+	}
+	CHECK(mprotect(code, (COUNT + 1) * PAGE, PROT_READ | PROT_EXEC) == 0);
+	for (int round = 0; round < ROUNDS; round++)
+		for (int i = 0; i < COUNT; i++)
+			CHECK(((function *)(code + (i + 1) * PAGE - 6))() == i);
+}
+
 // Jumps to where the process of a virtual CPU has memory of its own, or none: the guest's kernel
 // gets the fault.
 static void wild_jumps(void)
@@ -1190,6 +1209,7 @@ static const struct {
 	{ "call-stacks", call_stacks },
 	{ "stale-copies", stale_copies },
 	{ "stepped-neighbours", stepped_neighbours },
+	{ "page-ends", page_ends },
 	{ "wild-jumps", wild_jumps },
 	{ "own-code", own_code },
 	{ "watchpoints", watchpoints },

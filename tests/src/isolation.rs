@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Tests of the program that every mode passes.
-pub const TESTS: [&str; 14] = [
+pub const TESTS: [&str; 15] = [
     "stepped-calls",
     "traced-steps",
     "steps-everywhere",
@@ -21,6 +21,7 @@ pub const TESTS: [&str; 14] = [
     "call-stacks",
     "stale-copies",
     "stepped-neighbours",
+    "page-ends",
     "own-code",
     "refused-calls",
     "watchpoints",

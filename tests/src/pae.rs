@@ -4,7 +4,7 @@
 
 use crate::foreign::fetched;
 use crate::scenario::{Backend, Scenario};
-use crate::systems::{CONSOLE, base};
+use crate::systems::{CONSOLE, SLOW_HOST, base};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub fn run() -> Result<()> {
     let file = |name| folder.join(name).display().to_string();
     let system = format!(
         "\n[[vm]]\nname = \"linux\"\nmemory = \"256M\"\nnpt = false\nkernel = \"{}\"\ninitrd = \"{}\"\n\
-         cmdline = \"console=ttyS0 panic=-1\"\n{CONSOLE}\n",
+         cmdline = \"console=ttyS0 {SLOW_HOST} panic=-1\"\n{CONSOLE}\n",
         file("vmlinux"),
         file("disk"),
     );

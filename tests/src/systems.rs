@@ -21,11 +21,16 @@ pub const BOTH_ARCHITECTURES: &[Backend] = &[Backend::NativeX86Npt, Backend::Nat
 /// The head of a description. Virtual machines share CPUs where there is only one.
 pub const HEAD: &str = "[system]\nboard = \"{board}\"\nlog = \"com2\"\nshare_cpus = true\n";
 
+/// Kernel parameters of Linux on an emulated machine: on a busy host a boot until the first program
+/// can take a minute, which the detectors of lock-ups must not report. A guest that hangs exceeds
+/// the time limit of its test.
+pub const SLOW_HOST: &str = "watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120";
+
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 pub fn linux(name: &str, command_line: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"256M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
-         cmdline = \"console={{serial}} {command_line}\"\n{more}\n"
+         cmdline = \"console={{serial}} {SLOW_HOST} {command_line}\"\n{more}\n"
     )
 }
 

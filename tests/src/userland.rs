@@ -12,10 +12,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// With protection keys, the default where the host has them, a page of code is executed in single
-/// steps, and the script does not end in minutes (docs/CAVEATS.md).
-const PROTECTION: [&str; 2] = ["--protection", "none"];
-
 /// The first program mounts what a Debian has, over a disk that stays as it is; the script sees the
 /// result as its root.
 const FIRST: &str = "\
@@ -115,7 +111,6 @@ pub fn debian(seconds: u32) -> Result<()> {
     let source = workspace().join("guests/linux/stress.c");
     rig.disk("work.img", &script, &[&first, &package, &source])?;
     let mut machine = rig.bare(300 + 8 * seconds);
-    machine.args(PROTECTION);
     machine.arg("-d").arg(read_only(&disk));
     machine.args(["-d", "path=work.img,ro=on", "-p", START]);
     let ended = end(&mut machine, "")?.well(0, &ANSWERS)?;
@@ -163,7 +158,6 @@ pub fn kernel() -> Result<()> {
     let out = rig.folder().join("out");
     fs::create_dir(&out).context("cannot make a folder")?;
     let mut machine = rig.bare(LIMITS[0]);
-    machine.args(PROTECTION);
     machine.args(["-c", "2", "-m", "3G", "-p", START, "-d"]).arg(read_only(&disk));
     machine.args(["-d", "path=work.img,ro=on", "--share", "out:out", "--share"]);
     let sources = archive.parent().context("no folder")?;

@@ -1,7 +1,7 @@
 //! 32-bit guests (AArch32) of the native microhypervisor on AArch64.
 
 use super::arm64::arm64;
-use super::micro;
+use super::{SLOW_HOST, micro};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
 
@@ -16,7 +16,7 @@ const A57: &[&str] = &["-cpu", "cortex-a57"];
 fn armmp(name: &str, command_line: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"192M\"\nkernel = \"debian-armmp\"\n\
-         initrd = \"busybox\"\ncmdline = \"console=ttyAMA0 {command_line}\"\n{more}\n"
+         initrd = \"busybox\"\ncmdline = \"console=ttyAMA0 {SLOW_HOST} {command_line}\"\n{more}\n"
     )
 }
 

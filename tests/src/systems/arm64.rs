@@ -3,7 +3,7 @@
 use super::checks::check_scenarios;
 use super::guests::channel;
 use super::servers::server_scenarios;
-use super::{HEAD, base, micro, task};
+use super::{HEAD, SLOW_HOST, base, micro, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
 
@@ -11,7 +11,7 @@ use crate::system::Machine;
 fn linux(name: &str, command_line: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"128M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
-         cmdline = \"console=ttyAMA0 {command_line}\"\n{more}\n"
+         cmdline = \"console=ttyAMA0 {SLOW_HOST} {command_line}\"\n{more}\n"
     )
 }
 

@@ -83,12 +83,12 @@ impl GuestSpace {
 
     /// Returns whether an address is in pages that are executed by single steps.
     pub fn is_stepped(&mut self, rip: u64) -> bool {
-        self.process.parts().0.code.steps.contains(rip)
+        self.process.parts().0.steps.contains(rip)
     }
 
     /// Decides before an entry whether the guest executes a single step.
     pub fn begin_step(&mut self, cpu: &mut VirtualCpu) -> Begin {
-        let Steps { start, end, .. } = self.process.parts().0.code.steps;
+        let Steps { start, end, .. } = self.process.parts().0.steps;
         if start == end { Begin::Free } else { self.mmu().begin_step(cpu) }
     }
 

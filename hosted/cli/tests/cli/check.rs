@@ -237,14 +237,17 @@ disk = [\"blk0\"]
 net = [\"sw0\"]
 ";
 
+/// Checks a description whose guests start an image of AArch64; returns exit code, output and
+/// errors.
+fn check_image(description: &str) -> (i32, String, String) {
+    let folder = Folder::new(description);
+    folder.write("kernel", &image_arm64());
+    let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+    (code(&output), String::from_utf8_lossy(&output.stdout).into_owned(), errors(&output))
+}
+
 #[test]
 fn disks_and_networks_of_aarch64() {
-    let check_image = |description: &str| {
-        let folder = Folder::new(description);
-        folder.write("kernel", &image_arm64());
-        let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
-        (code(&output), String::from_utf8_lossy(&output.stdout).into_owned(), errors(&output))
-    };
     let (code, text, errors) = check_image(ARM64);
     assert_eq!(code, 0, "{errors}");
     let devices = "mmio:virtio-blk:0: server blk0 for linux; mmio:virtio-net:0: server sw0";
@@ -299,12 +302,6 @@ fn devices_that_guests_drive_themselves() {
         format!("[[vm]]\nname = \"{name}\"\nmemory = \"64M\"\nkernel = \"kernel\"\n{more}\n")
     };
     let all = "devices = [\"com1\", \"virtio-blk:0\"]\ntrusted = true";
-    let check_image = |description: &str| {
-        let folder = Folder::new(description);
-        folder.write("kernel", &image_arm64());
-        let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
-        (code(&output), String::from_utf8_lossy(&output.stdout).into_owned(), errors(&output))
-    };
     let (status, text, error) = check_image(&format!("{machine}{}", vm("a", all)));
     assert_eq!(status, 0, "{error}");
     assert!(text.contains("; com1: a itself; mmio:virtio-blk:0: a itself"), "{text}");

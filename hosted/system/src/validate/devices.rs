@@ -89,9 +89,7 @@ impl Validator<'_> {
             }
             let Some(device) = self.machine_device(written) else { continue };
             self.check_access(vm, device, written);
-            let servers = servers
-                .iter()
-                .filter_map(|server| Some((format!("server `{}`", server.name), server.device?)));
+            let servers = servers.iter().filter_map(owner);
             let vms = taken.iter().map(|(vm, device)| (format!("virtual machine `{vm}`"), *device));
             let owners: Vec<_> = servers.chain(vms).collect();
             self.device_is_free((device, written), machine, owners);
@@ -124,6 +122,11 @@ impl Validator<'_> {
             Some(VirtioBus::Mmio) | None => {}
         }
     }
+}
+
+/// Returns the device of a server, if it has one, and the text that names its owner.
+pub(super) fn owner(server: &ResolvedServer) -> Option<(String, MachineDevice)> {
+    Some((format!("server `{}`", server.name), server.device?))
 }
 
 /// Returns whether the emulated machine lacks the device, and the remedy.

@@ -1,7 +1,7 @@
 //! Servers: their devices, their binaries, and the clients of the console.
 
 use super::Validator;
-use super::devices::{MachineDevices, log_conflict};
+use super::devices::{MachineDevices, log_conflict, owner};
 use super::names::Names;
 use crate::attach::MachineDevice;
 use crate::description::{self, Console, Log, Restart, ServerKind};
@@ -39,10 +39,7 @@ impl Validator<'_> {
             names.add(&server.name, &mut self.problems);
             let device = self.device(&server);
             if let (Some(device), Some(written)) = (device, &server.device) {
-                let owners = servers.iter().filter_map(|server| {
-                    Some((format!("server `{}`", server.name), server.device?))
-                });
-                self.device_is_free((device, written), machine, owners);
+                self.device_is_free((device, written), machine, servers.iter().filter_map(owner));
             }
             if let Some(program) = &server.program {
                 self.binary(program);

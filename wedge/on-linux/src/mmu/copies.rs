@@ -14,7 +14,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Drops the executable copies of frames in a range of guest memory, given by its offset,
     /// before a write.
     pub(super) fn drop_code_copies(&mut self, offset: u64, length: u64) {
-        let Steps { start, end, .. } = self.space.code.steps;
+        let Steps { start, end, .. } = self.space.steps;
         if start != end {
             self.drop_range(start, end);
         }
@@ -51,12 +51,12 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         offset: u64,
     ) -> Result<u64, Errno> {
         let mut mapped = 0;
-        let Steps { start, end, .. } = self.space.code.steps;
+        let Steps { start, end, .. } = self.space.steps;
         if start != end && start < linear + size && linear <= end {
             // The last stepped page may have been mapped without its neighbour.
             self.drop_range(start, end);
         }
-        let mut before = self.space.code.end_of(linear.wrapping_sub(PAGE));
+        let mut before = self.end_before(linear);
         let mut changes = false;
         while mapped < size {
             match self.renew(address + mapped, offset + mapped) {
@@ -82,19 +82,26 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         let piece = Piece { start: linear, end: linear + mapped, offset: offset_of_copy, rights };
         self.space.mapped.add(piece);
         self.forget(linear, linear + mapped);
-        for page in (0..mapped).step_by(PAGE as usize) {
-            let end = is_beginning(self.host.code_copy(offset + page));
-            let full = end.and_then(|end| self.space.code.remember(linear + page, end));
-            if let Some(other) = full {
-                // The page can be faulted in again.
-                self.drop_range(other, other + PAGE);
-            }
-        }
         if before.is_some() {
             // The next page may complete a sequence; it is scanned when it is executed.
             self.drop_range(linear + mapped, linear + mapped + PAGE);
         }
         Ok(linear + mapped)
+    }
+
+    /// Returns the last two bytes of the executable page before an address, if a sequence may begin
+    /// there. Drops all pages if that page is perhaps mapped but not listed.
+    fn end_before(&mut self, linear: u64) -> Option<[u8; 2]> {
+        let page = linear.wrapping_sub(PAGE);
+        let Some(piece) = self.space.mapped.at(page) else {
+            if !self.space.mapped.is_complete() {
+                self.drop_user_pages();
+            }
+            return None;
+        };
+        // Its copy as it is now: if it has changed, the page is dropped before user mode runs.
+        let offset = self.vm.original(piece.offset + (page - piece.start))?;
+        is_beginning(self.host.code_copy(offset))
     }
 
     /// Returns whether a page executes from the copy of a guest page.
@@ -108,6 +115,8 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mmu::fill::Fault;
+    use crate::mmu::space::PIECES;
     use crate::mmu::testing::{CODE, HIGH, LOW, READ, Rig, USER};
     use core::sync::atomic::Ordering::SeqCst;
     use hw_walk::Intent;
@@ -119,6 +128,16 @@ mod tests {
         rig.memory.fill(FRAME, 4 * PAGE, 0x90).unwrap();
         rig.set_run(USER, FRAME, 4, CODE);
         rig
+    }
+
+    /// Makes the list of mappings incomplete.
+    fn overflow(rig: &mut Rig) {
+        for index in 0..=PIECES as u64 {
+            let start = USER + 0x1000_0000 + 2 * index * PAGE;
+            let piece = Piece { start, end: start + PAGE, offset: FRAME, rights: READ };
+            rig.space.mapped.add(piece);
+        }
+        assert!(!rig.space.mapped.is_complete());
     }
 
     #[test]
@@ -138,7 +157,54 @@ mod tests {
         rig.memory.write(FRAME + PAGE - 1, 0x0f_u8).unwrap();
         rig.fill(USER, Intent::Fetch);
         assert_eq!(rig.host.pages.len(), 4);
-        assert_eq!(rig.space.code.end_of(USER), Some([0x90, 0x0f]));
+        assert_eq!(rig.mmu().end_before(USER + PAGE), Some([0x90, 0x0f]));
+        assert_eq!(rig.mmu().end_before(USER), None);
+    }
+
+    #[test]
+    fn any_number_of_pages_that_end_like_a_sequence_stay_mapped() {
+        // A compiler has 156 of them.
+        const PAGES: u64 = 256;
+        let mut rig = Rig::with_keys();
+        rig.memory.fill(FRAME, PAGES * PAGE, 0x90).unwrap();
+        rig.set_run(USER, FRAME, PAGES, CODE);
+        for page in 0..PAGES {
+            rig.memory.write(FRAME + (page + 1) * PAGE - 1, 0x0f_u8).unwrap();
+        }
+        let calls = (0..2).map(|_| {
+            for page in 0..PAGES {
+                if rig.host.at(USER + page * PAGE).is_none() {
+                    assert_eq!(rig.fill(USER + page * PAGE, Intent::Fetch), Fault::Filled);
+                }
+            }
+            rig.host.calls
+        });
+        let [first, second] = calls.collect::<std::vec::Vec<_>>()[..] else { unreachable!() };
+        assert_eq!((rig.host.pages.len() as u64, second), (PAGES, first));
+    }
+
+    #[test]
+    fn an_instruction_across_two_pages_executes_with_a_full_list() {
+        let mut rig = guest();
+        rig.memory.write(FRAME + PAGE - 1, 0x0f_u8).unwrap();
+        overflow(&mut rig);
+        for _ in 0..3 {
+            rig.mmu().map_code(USER, PAGE, FRAME, FRAME).unwrap();
+            rig.mmu().map_code(USER + PAGE, PAGE, FRAME + PAGE, FRAME + PAGE).unwrap();
+        }
+        assert!(rig.host.at(USER).is_some() && rig.host.at(USER + PAGE).is_some());
+        assert!(rig.space.mapped.is_complete());
+    }
+
+    #[test]
+    fn a_page_that_is_perhaps_mapped_is_not_joined() {
+        let mut rig = guest();
+        rig.memory.write_slice(FRAME + PAGE - 1, &[0x0f, 0x01, 0xef]).unwrap();
+        rig.mmu().map_code(USER, PAGE, FRAME, FRAME).unwrap();
+        rig.space.mapped.remove(USER, USER + PAGE);
+        overflow(&mut rig);
+        rig.mmu().map_code(USER + PAGE, PAGE, FRAME + PAGE, FRAME + PAGE).unwrap();
+        assert!(rig.host.at(USER).is_none() && rig.host.at(USER + PAGE).is_some());
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Forgets what lists say of pages that are mapped again or unmapped.
     pub(super) fn forget(&mut self, start: u64, end: u64) {
         self.space.calls.forget(start, end);
-        if let Some((start, end)) = self.space.code.forget(start, end) {
+        if let Some((start, end)) = self.space.steps.forget(start, end) {
             self.drop_range(start, end);
         }
     }

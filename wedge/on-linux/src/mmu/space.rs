@@ -4,13 +4,10 @@
 use wedge_core::mapped::Mapped;
 
 use crate::mmu::exec_scan::Page;
-use crate::mmu::ram::PAGE;
 use crate::mmu::syscall_patch::Calls;
 
 /// Capacity of the list of user-mode mappings.
 pub const PIECES: usize = 1024;
-/// Capacity in pages that end with the beginning of a sequence.
-const ENDS: usize = 64;
 
 /// Lists of the mappings of a process.
 #[derive(Default)]
@@ -19,8 +16,8 @@ pub struct AddressSpace {
     pub mapped: Mapped<PIECES>,
     /// Rewritten system calls.
     pub calls: Calls,
-    /// Executable pages.
-    pub code: Code,
+    /// Stepped pages, with protection keys.
+    pub steps: Steps,
     /// Copied frames that the process has write-protected.
     pub applied: AppliedFrames,
     /// Pages of the kernel image outside of its code are executable.
@@ -36,20 +33,6 @@ pub struct AppliedFrames {
     pub settled: u32,
     /// Consecutive failures of protecting frames.
     pub refused: u32,
-}
-
-/// Executable pages of a process, with protection keys.
-pub struct Code {
-    /// Pages that end with the beginning of a sequence: address and last two bytes; 0: none.
-    ends: [(u64, [u8; 2]); ENDS],
-    /// Stepped pages.
-    pub steps: Steps,
-}
-
-impl Default for Code {
-    fn default() -> Self {
-        Self { ends: [(0, [0; 2]); ENDS], steps: Steps::default() }
-    }
 }
 
 /// Pages that are executed by single steps.
@@ -76,44 +59,20 @@ impl Steps {
     pub fn contains(&self, rip: u64) -> bool {
         (self.start..self.end).contains(&rip)
     }
-}
-
-impl Code {
-    /// Returns the last two bytes of a page that ends with the beginning of a sequence.
-    pub fn end_of(&self, page: u64) -> Option<[u8; 2]> {
-        self.ends.iter().find(|(listed, _)| *listed == page).map(|(_, end)| *end)
-    }
-
-    /// Lists a page that ends with the beginning of a sequence; returns the page that is not listed
-    /// any more for that, and must be dropped.
-    pub fn remember(&mut self, page: u64, end: [u8; 2]) -> Option<u64> {
-        let free = self.ends.iter().position(|(page, _)| *page == 0);
-        let index = free.unwrap_or((page / PAGE) as usize % ENDS);
-        let (other, _) = core::mem::replace(&mut self.ends[index], (page, end));
-        free.is_none().then_some(other)
-    }
 
     /// Forgets the pages of an unmapped range. Returns stepped pages after it, which must be
     /// dropped: they execute only together with those before.
     pub fn forget(&mut self, start: u64, end: u64) -> Option<(u64, u64)> {
-        let mut left = None;
-        let Steps { start: first, end: last, .. } = self.steps;
-        if first < end && start < last {
-            // The remaining page was not scanned: it may be stepped only.
-            self.steps = match first < start {
-                true => {
-                    Steps { end: start, alone: true, written: self.steps.written & 1, ..self.steps }
-                }
-                false => Steps::default(),
-            };
-            left = (end < last).then_some((end, last));
+        let Self { start: first, end: last, .. } = *self;
+        if first >= end || start >= last {
+            return None;
         }
-        for (page, _) in &mut self.ends {
-            if (start..end).contains(page) {
-                *page = 0;
-            }
-        }
-        left
+        // The remaining page was not scanned: it may be stepped only.
+        *self = match first < start {
+            true => Self { end: start, alone: true, written: self.written & 1, ..*self },
+            false => Self::default(),
+        };
+        (end < last).then_some((end, last))
     }
 }
 
@@ -126,50 +85,30 @@ pub fn borders(page: &Page) -> [u8; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mmu::ram::PAGE;
 
     #[test]
     fn zeros_are_a_process_without_mappings() {
         let mut space = std::boxed::Box::<AddressSpace>::default();
         assert!(space.mapped.is_complete() && space.mapped.pieces().is_empty());
-        assert_eq!((space.code.steps, space.calls.free_slot()), (Steps::default(), Some(0)));
-        assert_eq!(space.code.forget(0, u64::MAX), None);
-    }
-
-    #[test]
-    fn ends_of_pages_are_remembered_until_they_are_unmapped() {
-        let mut code = Code::default();
-        assert_eq!(code.remember(0x1000, [0x90, 0x0f]), None);
-        assert_eq!(code.end_of(0x1000), Some([0x90, 0x0f]));
-        assert_eq!(code.end_of(0x2000), None);
-        code.forget(0x2000, 0x3000);
-        assert!(code.end_of(0x1000).is_some());
-        code.forget(0x1000, 0x2000);
-        assert_eq!(code.end_of(0x1000), None);
-    }
-
-    #[test]
-    fn a_full_list_names_the_page_to_drop() {
-        let mut code = Code::default();
-        for page in 1..=ENDS as u64 {
-            assert_eq!(code.remember(page * PAGE, [0x90, 0x0f]), None);
-        }
-        let dropped = code.remember(1000 * PAGE, [0x0f, 0xae]).unwrap();
-        assert_eq!(code.end_of(dropped), None);
-        assert_eq!(code.end_of(1000 * PAGE), Some([0x0f, 0xae]));
+        assert_eq!((space.steps, space.calls.free_slot()), (Steps::default(), Some(0)));
+        assert_eq!(space.steps.forget(0, u64::MAX), None);
     }
 
     #[test]
     fn unmapping_cuts_stepped_pages() {
-        let steps = Steps { start: 0x1000, end: 0x3000, written: 3, ..Steps::default() };
-        let mut code = Code { steps, ..Code::default() };
+        let whole = Steps { start: 0x1000, end: 0x3000, written: 3, ..Steps::default() };
+        let mut steps = whole;
+        assert_eq!(steps.forget(0x3000, 0x4000), None);
+        assert_eq!(steps, whole);
         // The second page.
-        assert_eq!(code.forget(0x2000, 0x4000), None);
-        assert_eq!(code.steps, Steps { end: 0x2000, alone: true, written: 1, ..steps });
+        assert_eq!(steps.forget(0x2000, 0x4000), None);
+        assert_eq!(steps, Steps { end: 0x2000, alone: true, written: 1, ..whole });
         // The first page leaves the second.
-        code.steps = steps;
-        assert_eq!(code.forget(0x0000, 0x2000), Some((0x2000, 0x3000)));
-        assert_eq!(code.steps, Steps::default());
-        assert!(!code.steps.contains(0x1000));
+        steps = whole;
+        assert_eq!(steps.forget(0x0000, 0x2000), Some((0x2000, 0x3000)));
+        assert_eq!(steps, Steps::default());
+        assert!(!steps.contains(0x1000));
     }
 
     #[test]

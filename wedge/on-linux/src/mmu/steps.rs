@@ -71,7 +71,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             return false;
         }
         self.host.serialize();
-        self.space.code.steps =
+        self.space.steps =
             Steps { start: first, end, alone: end <= last, frames, ..Steps::default() };
         let goes = self.may_step(rip).is_some();
         if !goes {
@@ -88,7 +88,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if !self.is_stepped(page) && !self.open_steps(cpu) {
             return false;
         }
-        let Steps { start, end, .. } = self.space.code.steps;
+        let Steps { start, end, .. } = self.space.steps;
         if !self.is_stepped(page) {
             // A page has been written since: retry. Else the host is out of mappings for this one.
             return start == end;
@@ -97,14 +97,14 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if self.host.protect(page, PAGE, rights).is_err() {
             return false;
         }
-        self.space.code.steps.written |= 1 << ((page - start) / PAGE);
+        self.space.steps.written |= 1 << ((page - start) / PAGE);
         true
     }
 
     /// Copies the bytes that a step has written to its pages to guest memory.
     fn write_back(&mut self) {
         let memory = self.vm.memory;
-        let Steps { start, end, written, frames, .. } = self.space.code.steps;
+        let Steps { start, end, written, frames, .. } = self.space.steps;
         for (index, (page, address)) in (start..end).step_by(PAGE as usize).zip(frames).enumerate()
         {
             if written >> index & 1 == 0 {
@@ -137,12 +137,12 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 
     /// Returns whether an address is in the stepped pages.
     pub fn is_stepped(&self, rip: u64) -> bool {
-        self.space.code.steps.contains(rip)
+        self.space.steps.contains(rip)
     }
 
     /// Returns the instruction at an address in the stepped pages, as far as it is executable.
     fn may_step(&self, rip: u64) -> Option<Next> {
-        let Steps { start, end, alone, .. } = self.space.code.steps;
+        let Steps { start, end, alone, .. } = self.space.steps;
         let is_whole = rip.checked_add(LONGEST).is_some_and(|after| after <= end);
         if !(start..end).contains(&rip) || !is_whole && !alone {
             return None;
@@ -156,7 +156,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Decides before an entry whether the guest executes a single step of the stepped pages. Drops
     /// the pages if execution has left them.
     pub fn begin_step(&mut self, cpu: &mut VirtualCpu) -> Begin {
-        let Steps { start, end, .. } = self.space.code.steps;
+        let Steps { start, end, .. } = self.space.steps;
         if start == end {
             return Begin::Free;
         }
@@ -169,7 +169,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             Some(Next::Never) => return Begin::Instead,
             Some(next) => next,
         };
-        let steps = &mut self.space.code.steps;
+        let steps = &mut self.space.steps;
         steps.pushes = next == Next::Pushes;
         steps.traps = cpu.frame.rflags & rflags::TF != 0;
         cpu.frame.rflags |= rflags::TF;
@@ -179,7 +179,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Ends a step begun by [`Self::begin_step`], after a trap or another stop. Returns whether the
     /// stop is due to the step alone.
     pub fn end_step(&mut self, cpu: &mut VirtualCpu, trapped: bool) -> bool {
-        let Steps { start, end, pushes, traps, written, .. } = self.space.code.steps;
+        let Steps { start, end, pushes, traps, written, .. } = self.space.steps;
         if written != 0 {
             self.write_back();
             if trapped {
@@ -265,7 +265,7 @@ mod tests {
         open(&mut rig);
         rig.cpu.frame.rip = USER + 0x10_0000;
         assert_eq!(begin(&mut rig), Begin::Free);
-        assert!(rig.host.at(USER).is_none() && rig.space.code.steps == Steps::default());
+        assert!(rig.host.at(USER).is_none() && rig.space.steps == Steps::default());
         assert_eq!(begin(&mut rig), Begin::Free);
     }
 
@@ -289,7 +289,7 @@ mod tests {
         let mut rig = guest(CODE);
         rig.set(USER + PAGE, 0, 0);
         rig.cpu.frame.rip = USER + PAGE - 4;
-        assert!(open(&mut rig) && rig.space.code.steps.alone);
+        assert!(open(&mut rig) && rig.space.steps.alone);
         assert_eq!(begin(&mut rig), Begin::Step);
     }
 
@@ -350,7 +350,7 @@ mod tests {
         // The calls before: dropping the range.
         rig.host.fails_after = Some(1);
         assert!(!open(&mut rig));
-        assert!(rig.space.code.steps == Steps::default());
+        assert!(rig.space.steps == Steps::default());
     }
 
     /// Executes an instruction that increments a byte, as the host and the event loop would;
