@@ -210,6 +210,15 @@ impl Rig {
         Ok(command)
     }
 
+    /// Returns a command with a limit of resources, as the shell's `ulimit` takes it.
+    pub fn limited(&self, limit: &str, inner: &Command) -> Command {
+        let mut machine = Command::new("sh");
+        machine.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh"]);
+        machine.arg(inner.get_program()).args(inner.get_args()).current_dir(self.folder());
+        machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        machine
+    }
+
     /// Makes a disk with a script and files.
     pub fn disk(&self, name: &str, script: &str, files: &[&Path]) -> Result<()> {
         make_disk(&self.path(name), 96, script, files)

@@ -25,7 +25,7 @@ use crate::threads::Threads;
 /// Limit of a process's own memory: tables of an image with the largest clusters fit.
 const OWN_MEMORY: u64 = 512 << 20;
 
-/// Limit of a process's descriptors.
+/// Limit of a process's descriptors, each of which costs host memory.
 const MAX_FILES: u64 = 1 << 16;
 
 /// Describes the cause of an error: the host's error by its name if there is one, else the text.
@@ -123,6 +123,11 @@ impl FileAccess<'_> {
     }
 }
 
+/// Returns the number of descriptors that a device process may have.
+pub fn most_files() -> u64 {
+    getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES))
+}
+
 /// Drops all privileges except this file access and the open descriptors, and creates `threads`
 /// threads: the filter forbids later ones.
 pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupError> {
@@ -131,8 +136,7 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
     let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
     setrlimit(Resource::Data, limit).map_err(failed)?;
-    // The driver holds a descriptor for each name that it has looked up; each costs host memory.
-    let most = getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES));
+    let most = most_files();
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
     restrict_capabilities(files)?;

@@ -1,9 +1,10 @@
 //! 9P2000.L server below one folder of the host, for several requests in parallel.
 //!
-//! State: the names that the driver holds (fids), each with a descriptor, and the negotiated sizes.
-//! No lock is held during system calls: a request first takes references to its fids, and a fid
-//! that is dropped meanwhile lives until its last request ends. Two listings by one fid are
-//! serialized.
+//! State: the names that the driver holds (fids), each with a file ([`named_files`]), and the
+//! negotiated sizes.
+//! No lock is held during system calls, except that of one file while it is opened again: a request
+//! first takes references to its fids, and a fid that is dropped meanwhile lives until its last
+//! request ends. Two listings by one fid are serialized.
 //!
 //! Every name is a single path component, looked up relative to the descriptor of its folder
 //! without following links. Only files and folders are opened. The guest thus cannot name anything
@@ -18,6 +19,7 @@
 
 mod entries;
 mod message;
+mod named_files;
 mod xattr;
 
 use std::collections::BTreeMap;
@@ -38,7 +40,10 @@ use rustix::process::{getegid, geteuid};
 use entries::Ids;
 use message::{Answer, Devices, Fields};
 pub use message::{error, tag};
+use named_files::{Descriptor, NamedFile, NamedFiles};
 use xattr::Attribute;
+
+use crate::confine::most_files;
 
 /// Configuration of a shared directory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,6 +59,9 @@ pub struct Share {
 pub const MAX_MESSAGE: usize = (1 << 20) + 24;
 /// Shortest message size that a driver may negotiate.
 const MIN_MESSAGE: u32 = 256;
+
+/// Names that a driver may hold: their state fits into the memory of a device process.
+const MAX_FIDS: usize = 1 << 20;
 
 /// Most names of one walk.
 const MAX_NAMES: u16 = 16;
@@ -139,8 +147,8 @@ type Failed = Errno;
 
 /// A name that the driver holds.
 struct Fid {
-    /// Its file, only for lookups (`O_PATH`).
-    path: OwnedFd,
+    /// Its file.
+    place: Arc<NamedFile>,
     /// File type and mode at the lookup. The type does not change.
     mode: u32,
     /// Descriptor for reads and writes.
@@ -154,12 +162,6 @@ struct Fid {
 }
 
 impl Fid {
-    fn new(path: OwnedFd, user: u32) -> Result<(Self, Stat), Failed> {
-        let stat = fs::fstat(&path)?;
-        let (open, list) = (OnceLock::new(), Mutex::new(()));
-        Ok((Self { path, mode: stat.st_mode, open, list, user, attribute: None }, stat))
-    }
-
     fn is(&self, kind: u32) -> bool {
         self.mode & linux::S_IFMT == kind
     }
@@ -185,13 +187,16 @@ impl Fid {
 struct Fids {
     session: u64,
     all: BTreeMap<u32, Arc<Fid>>,
+    /// Largest number of fids.
+    most: usize,
 }
 
 /// A server for one driver.
 pub struct NinepServer {
     folder: OwnedFd,
-    /// `/proc/self/fd`: reopens or modifies the file of [`Fid::path`].
+    /// `/proc/self/fd`: reopens or modifies the file of a [`Descriptor`].
     descriptors: OwnedFd,
+    files: NamedFiles,
     share: Share,
     /// Ids of this process.
     own: Ids,
@@ -213,16 +218,33 @@ impl NinepServer {
         let devices = Devices::default();
         // Its own file system is the first.
         devices.number(&fs::fstat(&folder)?);
+        let descriptors = fs::open("/proc/self/fd", flags, Mode::empty())?;
+        // The other half is for files that are open for reads and writes.
+        let most = usize::try_from(most_files()).unwrap_or(usize::MAX) / 2;
         Ok(Self {
+            files: NamedFiles::new(&folder, &descriptors, most),
             folder,
-            descriptors: fs::open("/proc/self/fd", flags, Mode::empty())?,
+            descriptors,
             share,
             own: Ids { user: geteuid().as_raw(), group: getegid().as_raw() },
             devices,
             attributes: Arc::new(()),
             most: AtomicU32::new(MAX_MESSAGE as u32),
-            fids: Mutex::new(Fids { session: 0, all: BTreeMap::new() }),
+            fids: Mutex::new(Fids { session: 0, all: BTreeMap::new(), most: MAX_FIDS }),
         })
+    }
+
+    /// Sets the number of open names from which on unused ones are closed, and that of all names.
+    #[cfg(test)]
+    pub fn set_limits(&mut self, open: usize, most: usize) {
+        self.files.set_most(open);
+        self.fids().most = most;
+    }
+
+    /// Returns the number of names whose files are open.
+    #[cfg(test)]
+    pub fn open_names(&self) -> usize {
+        self.files.open_files()
     }
 
     /// Returns the served folder.
@@ -307,6 +329,19 @@ impl NinepServer {
         Ok((fid, fids.session))
     }
 
+    /// Creates a fid for a file.
+    fn new_fid(&self, file: OwnedFd, user: u32) -> Result<(Fid, Stat), Failed> {
+        let stat = fs::fstat(&file)?;
+        let (open, list) = (OnceLock::new(), Mutex::new(()));
+        let place = self.files.name(file, &stat);
+        Ok((Fid { place, mode: stat.st_mode, open, list, user, attribute: None }, stat))
+    }
+
+    /// Returns the descriptor of a fid's file.
+    fn path(&self, fid: &Fid) -> Result<Arc<Descriptor>, Failed> {
+        self.files.open(&fid.place, &self.folder)
+    }
+
     /// Adds a fid of this session; `instead` is the one that it replaces.
     fn enter(
         &self,
@@ -315,9 +350,13 @@ impl NinepServer {
         fid: Fid,
         instead: Option<&Arc<Fid>>,
     ) -> Result<(), Failed> {
+        self.files.close_unused(&self.descriptors);
         let mut fids = self.fids();
         if fids.session != session {
             return Err(Errno::BADF);
+        }
+        if instead.is_none() && fids.all.len() >= fids.most {
+            return Err(Errno::NFILE);
         }
         match (fids.all.entry(number), instead) {
             (Entry::Vacant(place), None) => {
@@ -336,7 +375,8 @@ impl NinepServer {
     fn drop_fid(&self, number: u32) -> Result<(), Failed> {
         // The drop may close a descriptor, outside of the lock.
         let fid = self.fids().all.remove(&number).ok_or(Errno::BADF)?;
-        fid.attribute.as_ref().map_or(Ok(()), |attribute| attribute.finish(&fid.path))
+        let Some(attribute) = &fid.attribute else { return Ok(()) };
+        attribute.finish(&*self.path(&fid)?)
     }
 
     fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
@@ -364,7 +404,8 @@ impl NinepServer {
         let session = self.fids().session;
         let user = self.attached_user(fields);
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let (fid, stat) = Fid::new(fs::openat(&self.folder, c".", flags, Mode::empty())?, user)?;
+        let (fid, stat) =
+            self.new_fid(fs::openat(&self.folder, c".", flags, Mode::empty())?, user)?;
         self.enter(session, number, fid, None)?;
         answer.identity(&stat, &self.devices);
         Ok(())
@@ -378,10 +419,11 @@ impl NinepServer {
             return Err(Errno::INVAL);
         }
         let names = (0..count).map(|_| fields.name()).collect::<Result<Vec<_>, _>>()?;
-        let mut place = None;
+        let path = self.path(&start)?;
+        let mut place: Option<OwnedFd> = None;
         let mut found = Vec::new();
         for name in &names {
-            let from = place.as_ref().unwrap_or(&start.path);
+            let from = place.as_ref().map_or(path.as_fd(), AsFd::as_fd);
             match look_up(from, name).and_then(|path| Ok((fs::fstat(&path)?, path))) {
                 Ok((stat, path)) => {
                     place = Some(path);
@@ -393,9 +435,9 @@ impl NinepServer {
             }
         }
         if found.len() == names.len() {
-            let path = place.map_or_else(|| fcntl_dupfd_cloexec(&start.path, 0), Ok)?;
+            let file = place.map_or_else(|| fcntl_dupfd_cloexec(&path, 0), Ok)?;
             let instead = (number == new).then_some(&start);
-            self.enter(session, new, Fid::new(path, start.user)?.0, instead)?;
+            self.enter(session, new, self.new_fid(file, start.user)?.0, instead)?;
         }
         answer.half(found.len() as u16);
         found.iter().for_each(|stat| answer.identity(stat, &self.devices));
@@ -406,7 +448,7 @@ impl NinepServer {
         /// All fields up to the number of blocks.
         const BASIC: u64 = 0x7ff;
         let (fid, _) = self.fid(fields.word()?)?;
-        let stat = fs::fstat(&fid.path)?;
+        let stat = fs::fstat(self.path(&fid)?)?;
         answer.quad(BASIC);
         answer.identity(&stat, &self.devices);
         answer.word(stat.st_mode);
@@ -438,7 +480,8 @@ impl NinepServer {
         let (user, group) = (fields.word()?, fields.word()?);
         let size = fields.quad()?;
         let times = [fields.time()?, fields.time()?];
-        let (place, name) = (&self.descriptors, &number(&fid.path)[..]);
+        let path = self.path(&fid)?;
+        let (place, name) = (&self.descriptors, &number(&path)[..]);
         let mode = is_changed(valid::MODE).then(|| self.mode(mode)).transpose()?;
         let only_noted = changed & !valid::CTIME == 0 && is_changed(valid::CTIME);
         if is_changed(valid::UID | valid::GID) || only_noted {
@@ -457,12 +500,15 @@ impl NinepServer {
             if fid.is(linux::S_IFDIR) {
                 return Err(Errno::ISDIR);
             }
-            match fid.opened() {
-                Ok(open) => fs::ftruncate(open, size)?,
-                Err(_) => {
-                    let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let truncated = fid.opened().and_then(|open| fs::ftruncate(open, size));
+            match truncated {
+                // It is not open, or for reading only: the driver truncates such a file, too, when
+                // a program opens it with `O_RDONLY | O_TRUNC`.
+                Err(Errno::BADF | Errno::INVAL) => {
+                    let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
                     fs::ftruncate(fs::openat(place, name, flags, Mode::empty())?, size)?;
                 }
+                done => done?,
             }
         }
         if is_changed(valid::ATIME | valid::MTIME) {
@@ -482,7 +528,7 @@ impl NinepServer {
 
     fn file_system(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         let (fid, _) = self.fid(fields.word()?)?;
-        let host = fs::fstatfs(&fid.path)?;
+        let host = fs::fstatfs(self.path(&fid)?)?;
         answer.word(host.f_type as u32);
         answer.word(host.f_bsize as u32);
         for value in [host.f_blocks, host.f_bfree, host.f_bavail, host.f_files, host.f_ffree] {
@@ -503,7 +549,8 @@ impl NinepServer {
         }
         fid.may_be_opened()?;
         let flags = OFlags::from_bits_retain(flags & OPEN_FLAGS) | OFlags::CLOEXEC;
-        let name = number(&fid.path);
+        let path = self.path(&fid)?;
+        let name = number(&path);
         let open = |flags| fs::openat(&self.descriptors, &name[..], flags, Mode::empty());
         let open = match open(flags) {
             // Only the owner may ask for it, and drivers ask for all files (overlayfs does).
@@ -511,6 +558,7 @@ impl NinepServer {
             open => open,
         }?;
         let stat = fs::fstat(&open)?;
+        fid.place.keep();
         // A fid can be opened once.
         fid.open.set(open).map_err(|_| Errno::INVAL)?;
         answer.identity(&stat, &self.devices);
@@ -573,6 +621,7 @@ impl NinepServer {
             return Err(Errno::NOTDIR);
         }
         let open = fid.opened()?;
+        let path = self.path(&fid)?;
         let _alone = fid.list.lock().unwrap_or_else(PoisonError::into_inner);
         fs::seek(open, SeekFrom::Start(offset))?;
         answer.word(0);
@@ -583,7 +632,7 @@ impl NinepServer {
             let name = entry.file_name();
             // The parent of the folder is not visible to the guest.
             let looked_up = if name == c".." { c"." } else { name };
-            let stat = match fs::statat(&fid.path, looked_up, AtFlags::SYMLINK_NOFOLLOW) {
+            let stat = match fs::statat(&path, looked_up, AtFlags::SYMLINK_NOFOLLOW) {
                 // It has been removed meanwhile.
                 Err(Errno::NOENT) => continue,
                 stat => stat?,
@@ -607,12 +656,12 @@ impl NinepServer {
 }
 
 /// Looks up a name without following a link.
-fn look_up(folder: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Failed> {
+fn look_up(folder: impl AsFd, name: &[u8]) -> Result<OwnedFd, Failed> {
     fs::openat(folder, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Returns the name of a descriptor in [`NinepServer::descriptors`].
-fn number(descriptor: &OwnedFd) -> String {
+fn number(descriptor: &impl AsFd) -> String {
     use std::os::fd::AsRawFd;
-    descriptor.as_raw_fd().to_string()
+    descriptor.as_fd().as_raw_fd().to_string()
 }

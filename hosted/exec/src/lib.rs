@@ -79,7 +79,7 @@ pub struct Options {
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
     /// Share this folder at its own path, with changes; with `,owners=on` (root only) new files
-    /// have the guest's owners, set-user-ID bits and device numbers.
+    /// have the guest's owners, set-user-ID bits and device numbers [default: the current folder].
     #[arg(long, value_name = "DIR[,owners=on]", value_parser = OsStringValueParser::new().map(Changed::parse))]
     rw: Vec<Changed>,
     /// Share this folder at its own path, read-only.

@@ -57,10 +57,7 @@ pub fn disk_full() -> Result<()> {
     inner.args(["-m", "256M"]);
     // The limit of file sizes, in units of 512 bytes: between the file of guest memory, which is
     // twice as long on hosts with protection keys, and the end of the disk.
-    let mut machine = Command::new("sh");
-    machine.args(["-c", "ulimit -f 1500000; exec \"$@\" -d large.img", "sh"]);
-    machine.arg(inner.get_program()).args(inner.get_args()).current_dir(rig.folder.path());
-    machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let mut machine = rig.limited("-f 1500000", inner.args(["-d", "large.img"]));
     end(&mut machine, "")?.has(0, &["I/O error", "continues", "request failed"])?;
     Ok(())
 }

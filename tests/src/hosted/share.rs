@@ -49,6 +49,31 @@ pub fn slow() -> Result<()> {
     Ok(())
 }
 
+/// A guest holds names of many more files than the host lets a process open, and uses all of them.
+/// Code, because the process has a limit.
+pub fn names() -> Result<()> {
+    const FILES: usize = 2000;
+    let (rig, shared) = rig()?;
+    for number in 0..FILES {
+        let folder = shared.join(format!("folder{}", number % 10));
+        fs::create_dir_all(&folder).context("cannot make a folder")?;
+        fs::write(folder.join(format!("file{number}")), "text\n").context("cannot write a file")?;
+    }
+    // The driver keeps a name for each file that it caches.
+    let script = format!(
+        "{}
+        for round in 1 2 3; do find . -type f -exec cat {{}} + | grep -c text; done
+        grep v9fs_inode /proc/slabinfo | (read name count rest; [ $count -ge {FILES} ] && echo cached)
+        mv folder3 moved && cat moved/* | grep -c text\n",
+        MOUNT.replace("msize", "cache=loose,msize")
+    );
+    let mut inner = rig.script(&script, &[])?;
+    let mut machine = rig.limited("-n 300", inner.args(["--share", "shared:host"]));
+    let counts = format!("{FILES}\n").repeat(3);
+    end(&mut machine, "")?.well(0, &[&counts, "cached", "\n200\n"])?;
+    Ok(())
+}
+
 /// The process of a shared directory is confined, and the VM ends with it. Code, because it kills a
 /// process.
 pub fn killed() -> Result<()> {

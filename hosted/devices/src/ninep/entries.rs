@@ -90,7 +90,7 @@ impl NinepServer {
             return Ok(());
         }
         let mode = Mode::from_raw_mode(cleared & !linux::S_IFMT);
-        fs::chmodat(&self.descriptors, number(&fid.path), mode, AtFlags::empty())
+        fs::chmodat(&self.descriptors, number(&self.path(fid)?), mode, AtFlags::empty())
     }
 
     /// Creates an entry of `folder` with a group; it belongs to the folder's guest user.
@@ -118,7 +118,7 @@ impl NinepServer {
         match kind {
             kind::READLINK => {
                 let (fid, _) = self.fid(fields.word()?)?;
-                let target = fs::readlinkat(&fid.path, c"", Vec::new())?;
+                let target = fs::readlinkat(self.path(&fid)?, c"", Vec::new())?;
                 answer.text(target.as_bytes());
                 Ok(())
             }
@@ -127,20 +127,30 @@ impl NinepServer {
                 let (fid, _) = self.fid(fields.word()?)?;
                 let name = fields.name()?;
                 let flags = AtFlags::SYMLINK_FOLLOW;
-                fs::linkat(&self.descriptors, number(&fid.path), &folder.path, name, flags)
+                let file = self.path(&fid)?;
+                fs::linkat(&self.descriptors, number(&file), self.path(&folder)?, name, flags)
             }
             kind::RENAMEAT => {
                 let (from, _) = self.fid(fields.word()?)?;
                 let old = fields.name()?;
                 let (to, _) = self.fid(fields.word()?)?;
-                fs::renameat(&from.path, old, &to.path, fields.name()?)
+                let new = fields.name()?;
+                let (from, to) = (self.path(&from)?, self.path(&to)?);
+                let entry = |folder, name| self.files.entry(&self.descriptors, folder, name);
+                let before = entry(&from, old);
+                fs::renameat(&from, old, &to, new)?;
+                if let (Some(before), Some(after)) = (before, entry(&to, new)) {
+                    let fids: Vec<_> = self.fids().all.values().cloned().collect();
+                    fids.iter().for_each(|fid| fid.place.follow_rename(&before, &after));
+                }
+                Ok(())
             }
             kind::UNLINKAT => {
                 let (folder, _) = self.fid(fields.word()?)?;
                 let name = fields.name()?;
                 let is_folder = fields.word()? & linux::AT_REMOVEDIR != 0;
                 let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                fs::unlinkat(&folder.path, name, flags)
+                fs::unlinkat(self.path(&folder)?, name, flags)
             }
             kind::MKDIR | kind::SYMLINK | kind::MKNOD => self.make_entry(kind, fields, answer),
             _ => Err(Errno::OPNOTSUPP),
@@ -150,7 +160,7 @@ impl NinepServer {
     /// Creates a folder, a symbolic link or a node.
     fn make_entry(&self, kind: u8, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         let (folder, _) = self.fid(fields.word()?)?;
-        let (path, name) = (&folder.path, fields.name()?);
+        let (path, name) = (&self.path(&folder)?, fields.name()?);
         match kind {
             kind::MKDIR => {
                 // The host's kernel gives a folder the set-group-ID bit of its parent itself.
@@ -204,13 +214,14 @@ impl NinepServer {
             return Err(Errno::NOTDIR);
         }
         let flags = OFlags::from_bits_retain(flags) | OFlags::CREATE | OFlags::EXCL;
-        let open = self.as_owner(&folder, group, || {
-            fs::openat(&folder.path, name, flags | OFlags::CLOEXEC, mode)
-        })?;
+        let place = self.path(&folder)?;
+        let open = self
+            .as_owner(&folder, group, || fs::openat(&place, name, flags | OFlags::CLOEXEC, mode))?;
         // Reopens the same file, whatever the name refers to by now.
         let path = OFlags::PATH | OFlags::CLOEXEC;
         let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
-        let (fid, stat) = Fid::new(path, folder.user)?;
+        let (fid, stat) = self.new_fid(path, folder.user)?;
+        fid.place.keep();
         let _ = fid.open.set(open);
         self.enter(session, number_of_fid, fid, Some(&folder))?;
         answer.identity(&stat, &self.devices);

@@ -5,7 +5,7 @@
 //! The server names a file by its descriptor in `/proc`, which leads to the file itself, also if
 //! that is a symbolic link.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs::{self, XattrFlags};
@@ -59,7 +59,7 @@ impl Attribute {
     }
 
     /// Sets the attribute of a file, if its value is complete.
-    pub(super) fn finish(&self, path: &OwnedFd) -> Result<(), Failed> {
+    pub(super) fn finish(&self, path: &impl AsFd) -> Result<(), Failed> {
         let Kind::Write { name, flags, length, value } = &self.kind else { return Ok(()) };
         let value = value.lock().unwrap_or_else(PoisonError::into_inner);
         if value.len() != *length {
@@ -74,7 +74,7 @@ impl Attribute {
 }
 
 /// Path of the file of a descriptor.
-fn place(path: &OwnedFd) -> String {
+fn place(path: &impl AsFd) -> String {
     format!("/proc/self/fd/{}", number(path))
 }
 
@@ -90,7 +90,8 @@ impl NinepServer {
         if Arc::strong_count(&self.attributes) > MAX_ATTRIBUTES {
             return Err(Errno::NOBUFS);
         }
-        let (fid, _) = Fid::new(fcntl_dupfd_cloexec(&of.path, 0)?, of.user)?;
+        let (fid, _) = self.new_fid(fcntl_dupfd_cloexec(self.path(of)?, 0)?, of.user)?;
+        fid.place.keep();
         let attribute = Attribute { kind, _counted: Arc::clone(&self.attributes) };
         Ok(Fid { attribute: Some(attribute), ..fid })
     }
@@ -104,15 +105,16 @@ impl NinepServer {
         let (fid, session) = self.fid(fields.word()?)?;
         let new = fields.word()?;
         let name = fields.text()?;
+        let path = place(&self.path(&fid)?);
         let mut value = vec![0; MAX_VALUE];
         if name.is_empty() {
-            let length = fs::listxattr(place(&fid.path), &mut value[..])?;
+            let length = fs::listxattr(path, &mut value[..])?;
             let names = value[..length].split_inclusive(|&byte| byte == 0);
             let is_visible =
                 |name: &&[u8]| self.has_attribute(name.strip_suffix(b"\0").unwrap_or(name));
             value = names.filter(is_visible).flatten().copied().collect();
         } else if self.has_attribute(name) {
-            let length = fs::getxattr(place(&fid.path), name, &mut value[..])?;
+            let length = fs::getxattr(path, name, &mut value[..])?;
             value.truncate(length);
             value.shrink_to_fit();
         } else {

@@ -273,6 +273,93 @@ fn rights_of_the_user_are_not_lent() {
 }
 
 #[test]
+fn a_file_that_is_open_for_reading_is_truncated() {
+    const SIZE: u32 = 8;
+    let rig = Rig::new(false);
+    let path = rig.folder.path().join("file");
+    for flags in [linux::O_RDONLY, linux::O_RDWR] {
+        fs::write(&path, "text").unwrap();
+        rig.walk(flags + 2, &["file"]).unwrap();
+        rig.open(flags + 2, flags).unwrap();
+        let fields = [&(flags + 2).to_le_bytes()[..], &SIZE.to_le_bytes(), &[0; 52]].concat();
+        rig.say(kind::SETATTR, &fields).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 0, "{flags}");
+    }
+}
+
+/// A driver that holds names of a folder's 300 files from fid 10 on, of which few are open.
+fn many_names() -> Rig {
+    let mut rig = Rig::new(false);
+    rig.server.set_limits(16, 1000);
+    for number in 0..300 {
+        fs::write(rig.folder.path().join(format!("below/{number}")), number.to_string()).unwrap();
+    }
+    for number in 0..300 {
+        rig.walk(10 + number, &["below", &number.to_string()]).unwrap();
+    }
+    // Names that are looked at twice are closed.
+    for number in 0..16 {
+        rig.walk(1000 + number, &["file"]).unwrap();
+    }
+    rig
+}
+
+#[test]
+fn names_that_are_not_used_need_no_descriptors() {
+    let rig = many_names();
+    assert!(rig.server.open_names() < 100, "{}", rig.server.open_names());
+    for number in 0..300 {
+        rig.open(10 + number, linux::O_RDONLY).unwrap();
+        assert_eq!(rig.read(10 + number).unwrap(), number.to_string().as_bytes());
+        rig.say(kind::CLUNK, &(10 + number).to_le_bytes()).unwrap();
+    }
+}
+
+#[test]
+fn a_closed_name_follows_its_driver_but_not_the_host() {
+    let rig = many_names();
+    let path = |name: &str| rig.folder.path().join(name);
+    let root = ROOT.to_le_bytes();
+    let moved = [&root[..], &name("below"), &root, &name("there")].concat();
+    rig.say(kind::RENAMEAT, &moved).unwrap();
+    rig.open(10, linux::O_RDONLY).unwrap();
+    assert_eq!(rig.read(10).unwrap(), b"0");
+    // Another file, none, and the same one by a link in place of its folder.
+    fs::rename(path("there/1"), path("1")).unwrap();
+    fs::write(path("there/1"), "other").unwrap();
+    assert_eq!(rig.open(11, linux::O_RDONLY), Err(errno::ESTALE));
+    fs::remove_file(path("there/2")).unwrap();
+    assert_eq!(rig.open(12, linux::O_RDONLY), Err(errno::ESTALE));
+    fs::rename(path("there"), path("elsewhere")).unwrap();
+    symlink("elsewhere", path("there")).unwrap();
+    assert_eq!(rig.open(13, linux::O_RDONLY), Err(errno::ESTALE));
+}
+
+#[test]
+fn the_number_of_names_is_limited() {
+    let mut rig = Rig::new(false);
+    rig.server.set_limits(16, 10);
+    for number in 0..20 {
+        let expected = if number < 9 { SUCCESS } else { Err(errno::ENFILE) };
+        assert_eq!(rig.walk(10 + number, &["file"]), expected, "{number}");
+    }
+    rig.say(kind::CLUNK, &10_u32.to_le_bytes()).unwrap();
+    assert_eq!(rig.walk(10, &["file"]), SUCCESS);
+}
+
+#[test]
+fn a_removed_file_stays_open() {
+    let mut rig = Rig::new(false);
+    rig.server.set_limits(1, 1000);
+    rig.walk(2, &["below", "deep"]).unwrap();
+    fs::remove_file(rig.folder.path().join("below/deep")).unwrap();
+    for number in 10..200 {
+        rig.walk(number, &["file"]).unwrap();
+    }
+    rig.say(kind::GETATTR, &[&2_u32.to_le_bytes()[..], &[0; 8]].concat()).unwrap();
+}
+
+#[test]
 fn what_is_read_only_stays() {
     let rig = Rig::new(true);
     rig.walk(2, &["file"]).unwrap();
