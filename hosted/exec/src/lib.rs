@@ -72,14 +72,15 @@ const RESOLVER: [u8; 4] = [10, 0, 2, 3];
 pub struct Options {
     /// Root directory: a folder, `/` for this host's, an archive of a container image (OCI layout
     /// or docker save), or a disk image (ext4 in a raw or qcow2 file). It is read only; the
-    /// command's changes are discarded.
+    /// command's changes are discarded, except for those in shared folders.
     #[arg(value_name = "ROOT")]
     root: PathBuf,
     /// Command and its arguments [default: those of a container image].
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
     /// Share this folder at its own path, with changes; with `,owners=on` (root only) new files
-    /// have the guest's owners, set-user-ID bits and device numbers [default: the current folder].
+    /// have the guest's owners, set-user-ID bits and device numbers. The current folder is
+    /// shared with changes, too, unless it is `/` or in `/proc`, `/sys` or `/dev`.
     #[arg(long, value_name = "DIR[,owners=on]", value_parser = OsStringValueParser::new().map(Changed::parse))]
     rw: Vec<Changed>,
     /// Share this folder at its own path, read-only.
