@@ -137,7 +137,9 @@ impl NinepServer {
                 let new = fields.name()?;
                 let (from, to) = (self.path(&from)?, self.path(&to)?);
                 let entry = |folder, name| self.files.entry(&self.descriptors, folder, name);
-                let before = entry(&from, old);
+                self.files.open_entry(&self.folder, &to, new);
+                let is_folder = self.files.open_entry(&self.folder, &from, old);
+                let before = if is_folder { entry(&from, old) } else { None };
                 fs::renameat(&from, old, &to, new)?;
                 if let (Some(before), Some(after)) = (before, entry(&to, new)) {
                     let fids: Vec<_> = self.fids().all.values().cloned().collect();
@@ -150,7 +152,9 @@ impl NinepServer {
                 let name = fields.name()?;
                 let is_folder = fields.word()? & linux::AT_REMOVEDIR != 0;
                 let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                fs::unlinkat(self.path(&folder)?, name, flags)
+                let folder = self.path(&folder)?;
+                self.files.open_entry(&self.folder, &folder, name);
+                fs::unlinkat(&folder, name, flags)
             }
             kind::MKDIR | kind::SYMLINK | kind::MKNOD => self.make_entry(kind, fields, answer),
             _ => Err(Errno::OPNOTSUPP),

@@ -4,15 +4,17 @@
 //!
 //! Invariant: a file is opened again below the served folder only, name by name, without following
 //! links, and is the same file then, by device and inode number; otherwise its uses fail with
-//! `ESTALE`. A file that has no path below the folder, as one that was removed, stays open.
+//! `ESTALE`. A file without a path below the folder stays open, as one that was removed. One that
+//! the driver removes or renames is opened before; paths below a renamed folder change with it.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use rustix::fs::{self, Stat};
+use linux_raw_sys::general as linux;
+use rustix::fs::{self, AtFlags, Stat};
 use rustix::io::Errno;
 
 use super::{Failed, look_up, number};
@@ -37,8 +39,40 @@ pub(super) struct NamedFile {
     is_used: AtomicBool,
     /// It stays open.
     is_kept: AtomicBool,
-    /// Device and inode number.
-    identity: (u64, u64),
+    identity: Identity,
+}
+
+/// Device and inode number.
+type Identity = (u64, u64);
+
+/// Closed files, those of some dropped names included.
+#[derive(Default)]
+struct Closed {
+    all: HashMap<Identity, Vec<Weak<NamedFile>>>,
+    /// Number of entries at which those of dropped names are removed.
+    purge_at: usize,
+}
+
+impl Closed {
+    fn add(&mut self, named: &Arc<NamedFile>) {
+        /// Number of entries below which none are removed.
+        const LEAST: usize = 1024;
+        if self.all.len() >= self.purge_at {
+            self.all.retain(|_, list| list.iter().any(|named| named.strong_count() != 0));
+            self.purge_at = LEAST.max(2 * self.all.len());
+        }
+        let list = self.all.entry(named.identity).or_default();
+        list.retain(|named| named.strong_count() != 0);
+        list.push(Arc::downgrade(named));
+    }
+
+    fn remove(&mut self, named: &Arc<NamedFile>) {
+        let Some(list) = self.all.get_mut(&named.identity) else { return };
+        list.retain(|other| other.as_ptr() != Arc::as_ptr(named));
+        if list.is_empty() {
+            self.all.remove(&named.identity);
+        }
+    }
 }
 
 enum State {
@@ -55,8 +89,7 @@ pub(super) struct NamedFiles {
     most: usize,
     /// Has one reference more than files are open.
     counted: Arc<()>,
-    /// A file was closed.
-    has_closed: AtomicBool,
+    closed: Mutex<Closed>,
     /// Files in the order in which they were opened, those of dropped names included.
     queue: Mutex<VecDeque<Weak<NamedFile>>>,
 }
@@ -65,8 +98,8 @@ impl NamedFiles {
     /// Creates the state without files; `descriptors` is `/proc/self/fd`.
     pub(super) fn new(folder: &OwnedFd, descriptors: &OwnedFd, most: usize) -> Self {
         let folder = path_of(descriptors, folder).ok();
-        let (counted, has_closed) = (Arc::new(()), AtomicBool::new(false));
-        Self { folder, most, counted, has_closed, queue: Mutex::default() }
+        let counted = Arc::new(());
+        Self { folder, most, counted, closed: Mutex::default(), queue: Mutex::default() }
     }
 
     /// Sets the number of open files from which on unused ones are closed.
@@ -92,6 +125,10 @@ impl NamedFiles {
         });
         self.append(&named);
         named
+    }
+
+    fn closed(&self) -> MutexGuard<'_, Closed> {
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn append(&self, named: &Arc<NamedFile>) {
@@ -135,6 +172,7 @@ impl NamedFiles {
         }
         let descriptor = Arc::new(Descriptor { file, _counted: Arc::clone(&self.counted) });
         *state = State::Open(Arc::clone(&descriptor));
+        self.closed().remove(named);
         self.append(named);
         Ok(descriptor)
     }
@@ -161,7 +199,7 @@ impl NamedFiles {
     }
 
     /// Closes a file unless a request uses it or it has no path.
-    fn close(&self, named: &NamedFile, descriptors: &OwnedFd) -> bool {
+    fn close(&self, named: &Arc<NamedFile>, descriptors: &OwnedFd) -> bool {
         let mut state = named.state();
         let State::Open(descriptor) = &*state else { return true };
         if named.is_kept.load(Relaxed) || Arc::strong_count(descriptor) != 1 {
@@ -170,20 +208,32 @@ impl NamedFiles {
         let Ok(path) = path_of(descriptors, &**descriptor) else { return false };
         let Some(path) = self.below(&path).filter(|path| !path.is_empty()) else { return false };
         *state = State::Closed(path.to_vec());
-        self.has_closed.store(true, Relaxed);
+        self.closed().add(named);
         true
     }
 
-    /// Returns the path of an entry from the served folder on, if closed files may depend on it.
+    /// Opens the file of an entry, if it is closed, before the driver removes or renames it.
+    /// Returns whether it is a folder in which other files may be closed.
+    pub(super) fn open_entry(&self, served: &OwnedFd, folder: &Descriptor, name: &[u8]) -> bool {
+        if self.closed().all.is_empty() {
+            return false;
+        }
+        let Ok(stat) = fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
+        let list = self.closed().all.get(&(stat.st_dev, stat.st_ino)).cloned();
+        for named in list.iter().flatten().filter_map(Weak::upgrade) {
+            // If the host has moved it, its uses fail.
+            let _ = self.open(&named, served);
+        }
+        stat.st_mode & linux::S_IFMT == linux::S_IFDIR
+    }
+
+    /// Returns the path of an entry from the served folder on, if it is below it.
     pub(super) fn entry(
         &self,
         descriptors: &OwnedFd,
         folder: &Descriptor,
         name: &[u8],
     ) -> Option<Vec<u8>> {
-        if !self.has_closed.load(Relaxed) {
-            return None;
-        }
         let path = path_of(descriptors, folder).ok()?;
         match self.below(&path)? {
             [] => Some(name.to_vec()),
@@ -215,7 +265,7 @@ impl NamedFile {
         self.is_kept.store(true, Relaxed);
     }
 
-    /// Follows the renaming of a file or folder, given by paths from the served folder on.
+    /// Follows the renaming of a folder, given by paths from the served folder on.
     pub(super) fn follow_rename(&self, old: &[u8], new: &[u8]) {
         if let State::Closed(path) = &mut *self.state()
             && let Some(rest) = path.strip_prefix(old)

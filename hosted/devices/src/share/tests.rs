@@ -336,6 +336,25 @@ fn a_closed_name_follows_its_driver_but_not_the_host() {
 }
 
 #[test]
+fn a_closed_name_keeps_the_file_that_its_driver_removes() {
+    let rig = many_names();
+    let below = |number: &str| [&5_u32.to_le_bytes()[..], &name(number)].concat();
+    let attributes =
+        |fid: u32| rig.say(kind::GETATTR, &[&fid.to_le_bytes()[..], &[0; 8]].concat()).map(drop);
+    rig.walk(5, &["below"]).unwrap();
+    rig.say(kind::UNLINKAT, &[below("0"), vec![0; 4]].concat()).unwrap();
+    attributes(10).unwrap();
+    // One takes the other's place: both names keep their files.
+    rig.say(kind::RENAMEAT, &[below("1"), below("2")].concat()).unwrap();
+    for (fid, text) in [(11, b"1"), (12, b"2")] {
+        attributes(fid).unwrap();
+        rig.open(fid, linux::O_RDONLY).unwrap();
+        assert_eq!(rig.read(fid).unwrap(), text);
+    }
+    assert_eq!(fs::read(rig.folder.path().join("below/2")).unwrap(), b"1");
+}
+
+#[test]
 fn the_number_of_names_is_limited() {
     let mut rig = Rig::new(false);
     rig.server.set_limits(16, 10);
