@@ -141,9 +141,11 @@ impl NinepServer {
                 let is_folder = self.files.open_entry(&self.folder, &from, old);
                 let before = if is_folder { entry(&from, old) } else { None };
                 fs::renameat(&from, old, &to, new)?;
-                if let (Some(before), Some(after)) = (before, entry(&to, new)) {
+                if let Some(before) = before
+                    && let Some(after) = entry(&to, new)
+                {
                     let fids: Vec<_> = self.fids().all.values().cloned().collect();
-                    fids.iter().for_each(|fid| fid.place.follow_rename(&before, &after));
+                    fids.iter().for_each(|fid| fid.file.follow_rename(&before, &after));
                 }
                 Ok(())
             }
@@ -225,7 +227,7 @@ impl NinepServer {
         let path = OFlags::PATH | OFlags::CLOEXEC;
         let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
         let (fid, stat) = self.new_fid(path, folder.user)?;
-        fid.place.keep();
+        fid.file.keep();
         let _ = fid.open.set(open);
         self.enter(session, number_of_fid, fid, Some(&folder))?;
         answer.identity(&stat, &self.devices);

@@ -7,7 +7,7 @@
 //! `ESTALE`. A file without a path below the folder stays open, as one that was removed. One that
 //! the driver removes or renames is opened before; paths below a renamed folder change with it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -45,10 +45,10 @@ pub(super) struct NamedFile {
 /// Device and inode number.
 type Identity = (u64, u64);
 
-/// Closed files, those of some dropped names included.
+/// Closed files by identity and address, those of some dropped names included.
 #[derive(Default)]
 struct Closed {
-    all: HashMap<Identity, Vec<Weak<NamedFile>>>,
+    all: BTreeMap<(Identity, usize), Weak<NamedFile>>,
     /// Number of entries at which those of dropped names are removed.
     purge_at: usize,
 }
@@ -58,20 +58,23 @@ impl Closed {
         /// Number of entries below which none are removed.
         const LEAST: usize = 1024;
         if self.all.len() >= self.purge_at {
-            self.all.retain(|_, list| list.iter().any(|named| named.strong_count() != 0));
+            self.all.retain(|_, named| named.strong_count() != 0);
             self.purge_at = LEAST.max(2 * self.all.len());
         }
-        let list = self.all.entry(named.identity).or_default();
-        list.retain(|named| named.strong_count() != 0);
-        list.push(Arc::downgrade(named));
+        self.all.insert(Self::key(named), Arc::downgrade(named));
     }
 
     fn remove(&mut self, named: &Arc<NamedFile>) {
-        let Some(list) = self.all.get_mut(&named.identity) else { return };
-        list.retain(|other| other.as_ptr() != Arc::as_ptr(named));
-        if list.is_empty() {
-            self.all.remove(&named.identity);
-        }
+        self.all.remove(&Self::key(named));
+    }
+
+    fn of(&self, identity: Identity) -> Vec<Arc<NamedFile>> {
+        let all = self.all.range((identity, 0)..=(identity, usize::MAX));
+        all.filter_map(|(_, named)| named.upgrade()).collect()
+    }
+
+    fn key(named: &Arc<NamedFile>) -> (Identity, usize) {
+        (named.identity, Arc::as_ptr(named).addr())
     }
 }
 
@@ -131,10 +134,14 @@ impl NamedFiles {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn queue(&self) -> MutexGuard<'_, VecDeque<Weak<NamedFile>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn append(&self, named: &Arc<NamedFile>) {
         /// Number of dropped names that the queue may contain.
         const DROPPED: usize = 1024;
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue();
         if queue.len() > 2 * Arc::strong_count(&self.counted) + DROPPED {
             queue.retain(|named| named.strong_count() != 0);
         }
@@ -181,15 +188,14 @@ impl NamedFiles {
     pub(super) fn close_unused(&self, descriptors: &OwnedFd) {
         /// Number of files that are looked at.
         const LOOKS: usize = 64;
-        let queue = || self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let is_full = || Arc::strong_count(&self.counted) > self.most;
         // Each at most once.
-        let looks = queue().len().min(LOOKS);
+        let looks = if is_full() { self.queue().len().min(LOOKS) } else { 0 };
         for _ in 0..looks {
             if !is_full() {
                 return;
             }
-            let next = queue().pop_front();
+            let next = self.queue().pop_front();
             let Some(named) = next else { return };
             let Some(named) = named.upgrade() else { continue };
             if named.is_used.swap(false, Relaxed) || !self.close(&named, descriptors) {
@@ -219,8 +225,8 @@ impl NamedFiles {
             return false;
         }
         let Ok(stat) = fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
-        let list = self.closed().all.get(&(stat.st_dev, stat.st_ino)).cloned();
-        for named in list.iter().flatten().filter_map(Weak::upgrade) {
+        let all = self.closed().of((stat.st_dev, stat.st_ino));
+        for named in all {
             // If the host has moved it, its uses fail.
             let _ = self.open(&named, served);
         }

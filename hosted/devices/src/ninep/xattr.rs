@@ -91,7 +91,7 @@ impl NinepServer {
             return Err(Errno::NOBUFS);
         }
         let (fid, _) = self.new_fid(fcntl_dupfd_cloexec(self.path(of)?, 0)?, of.user)?;
-        fid.place.keep();
+        fid.file.keep();
         let attribute = Attribute { kind, _counted: Arc::clone(&self.attributes) };
         Ok(Fid { attribute: Some(attribute), ..fid })
     }
