@@ -347,6 +347,32 @@ pub fn limit(resource: u32, value: u64) -> Result<()> {
     unsafe { call(linux::__NR_setrlimit, arguments).map(drop) }
 }
 
+/// Change of mounts.
+#[derive(Clone, Copy, Debug)]
+pub struct MountChange {
+    /// They become read-only.
+    pub makes_read_only: bool,
+    /// Their propagation becomes this one (`MS_PRIVATE` and others, mount(2)).
+    pub propagation: Option<u32>,
+}
+
+/// Changes the mount that a descriptor of its root (open_tree(2)) stands for, and those below it
+/// (mount_setattr(2)). Linux before 5.12 has no such call, and returns `ENOSYS`.
+pub fn change_mounts(mount: u32, change: MountChange) -> Result<()> {
+    const FLAGS: u32 = linux::AT_EMPTY_PATH | linux::AT_RECURSIVE;
+    let attributes = linux::mount_attr {
+        attr_set: u64::from(change.makes_read_only) * u64::from(linux::MOUNT_ATTR_RDONLY),
+        attr_clr: 0,
+        propagation: change.propagation.unwrap_or(0).into(),
+        userns_fd: 0,
+    };
+    let (path, length) = (c"".as_ptr() as u64, size_of_val(&attributes) as u64);
+    let at = &raw const attributes as u64;
+    let arguments = [mount.into(), path, FLAGS.into(), at, length, 0];
+    // SAFETY: path and attributes are only read, and have this length.
+    unsafe { call(linux::__NR_mount_setattr, arguments).map(drop) }
+}
+
 /// Fills `to` with random bytes; `false` if the host has none yet.
 pub fn random(to: &mut [u8]) -> bool {
     let arguments = [to.as_mut_ptr() as u64, to.len() as u64, linux::GRND_NONBLOCK.into(), 0, 0, 0];

@@ -63,6 +63,8 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("oci-killed", hosted::oci::killed, Class::SmpOrKill),
     ("oci-network", hosted::oci::network::routes, Class::Other),
     ("oci-hostile", hosted::oci::hostile::agents, Class::Other),
+    ("oci-confined", hosted::oci::confined::shares, Class::Other),
+    ("oci-signals", hosted::oci::confined::signals, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
     ("vsock-refusals", hosted::vsock::refusals, Class::Other),
     ("qcow2-kept", hosted::disks::qcow2_kept, Class::SmpOrKill),

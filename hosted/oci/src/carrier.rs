@@ -10,7 +10,7 @@ use crate::message::{ContainerMessage, ProcessMessage};
 use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
-use crate::{balloon, cgroup, mounts, refuse, report, scratch, terminal};
+use crate::{balloon, cgroup, refuse, report, scratch, share, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_command::messages::to_stderr;
@@ -123,7 +123,7 @@ fn spawn(mut command: Command, is_first: bool) -> io::Result<Child> {
 }
 
 /// Returns the signals that containers get.
-fn forwarded() -> Vec<i32> {
+pub fn forwarded() -> Vec<i32> {
     FORWARDED.into_iter().chain(REAL_TIME).collect()
 }
 
@@ -299,8 +299,12 @@ impl Container {
         };
         let created = Self::create(&mut vm, &state, &bundle);
         // The guest has made the mount points.
-        let created =
-            created.and_then(|created| enter(View::new(&state, &bundle)).map(|()| created));
+        let created = created.and_then(|created| {
+            if bundle.is_read_only {
+                share::protect_root(&state.vm_folder, &state.id)?;
+            }
+            enter(View::new(&state, &bundle)).map(|()| created)
+        });
         match created {
             Ok((carrier, listener)) => {
                 let is_member = bundle.sandbox.is_some();
@@ -386,7 +390,7 @@ fn start_vm(
         ..VmConfig::default()
     };
     let share = ShareConfig {
-        path: mounts::share(&state.vm_folder),
+        path: share::path(&state.vm_folder),
         tag: Tag::try_from(TAG.to_owned()).map_err(refuse)?,
         ro: false,
         owners: true,

@@ -6,7 +6,7 @@ use crate::hooks::Stage;
 use crate::line::{Create, Global};
 use crate::store::{ContainerRecord, Status, Store};
 use crate::systemd::Scope;
-use crate::{carrier, cgroup, hooks, lifecycle, mounts, refuse, report, scratch};
+use crate::{carrier, cgroup, hooks, lifecycle, refuse, report, scratch, share};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
 use hosted_monitor::runtime::RuntimeFolder;
@@ -109,11 +109,12 @@ fn build(
     cgroup::limit(&state.cgroups, &bundle.host_limits)?;
     if state.has_own_vm() {
         cgroup::confine(&state.cgroups, &bundle.cpu_set)?;
+        share::make(&state.vm_folder)?;
     } else {
         // An `update` before may have taken memory that this container is allowed.
         balloon::fit(store, &state.vm_folder, Change::Deflate)?;
     }
-    mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
+    share::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
     let console = arguments.console_socket.as_deref();
     let mut carrier = carrier::start(global, &state, console, None)?;
     if let Err(failure) = run_hooks(store, id, bundle) {

@@ -14,7 +14,8 @@
 //! | `store` | containers on the disk: states, locks, folders |
 //! | `annotations` | annotations for VMs |
 //! | `bundle` | configurations: reading, refusals, size of the VM |
-//! | `mounts` | file systems of a container: kinds, options, the pod's shared directory |
+//! | `mounts` | file systems of a container: kinds, options |
+//! | `share` | the shared directory of a VM, into which the host mounts |
 //! | `seccomp` | seccomp profiles as filters for the guest |
 //! | `scratch` | disks for changes of containers |
 //! | `message` | configurations as messages to the agent |
@@ -50,6 +51,7 @@ mod report;
 mod resources;
 mod scratch;
 mod seccomp;
+mod share;
 mod store;
 mod systemd;
 mod terminal;

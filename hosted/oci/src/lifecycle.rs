@@ -5,7 +5,7 @@ use crate::carrier::REAL_TIME;
 use crate::hooks::Stage;
 use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{carrier, cgroup, create, hooks, mounts, refuse, report, resources, scratch};
+use crate::{carrier, cgroup, create, hooks, refuse, report, resources, scratch, share};
 use host_linux::sys::{NumberCall, call_with_numbers};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::input;
@@ -13,6 +13,8 @@ use hosted_command::output::print;
 use oci_spec::runtime::{Capabilities, Capability, Process};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
+use signal_hook::consts::SIGCHLD;
+use signal_hook::iterator::Signals;
 use std::fs;
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -76,8 +78,10 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
         RuntimeCommand::Create(arguments) => create::create(global, arguments, false).map(|_| 0),
         RuntimeCommand::Start { id } => start(global, &store, id).map(|()| 0),
         RuntimeCommand::Run { create: arguments, detach } => {
+            // Before there is a container, which must not outlive an interrupted command.
+            let passed = (!detach).then(PassedSignals::subscribe).transpose()?;
             let carrier = create::create(global, arguments, !detach)?;
-            run(global, &store, &arguments.id, carrier, *detach)
+            run(global, &store, &arguments.id, carrier, passed)
         }
         RuntimeCommand::State { id } => {
             let state = store.load(id)?;
@@ -116,22 +120,48 @@ fn start(global: &Global, store: &Store, id: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Starts a container that was just created, and waits for its end unless it is detached.
+/// Starts a container that was just created, and waits for its end unless it is detached, which is
+/// without signals.
 fn run(
     global: &Global,
     store: &Store,
     id: &str,
     mut carrier: Child,
-    is_detached: bool,
+    passed: Option<PassedSignals>,
 ) -> Result<u8, Failure> {
     let started = start(global, store, id);
-    if started.is_ok() && is_detached {
-        return Ok(0);
-    }
-    let ended = carrier.wait().os_error("wait for the container");
+    let ended = match (&started, passed) {
+        (Ok(()), None) => return Ok(0),
+        (Ok(()), Some(passed)) => passed.wait(&mut carrier),
+        (Err(_), _) => carrier.wait(),
+    };
     delete(global, store, id, true)?;
     started?;
-    ended.map(exit_code)
+    ended.map(exit_code).os_error("wait for the container")
+}
+
+/// Signals of a command that waits for its carrier, which has a session of its own.
+struct PassedSignals(Signals);
+
+impl PassedSignals {
+    fn subscribe() -> Result<Self, Failure> {
+        let all = carrier::forwarded().into_iter().chain([SIGCHLD]);
+        Signals::new(all).map(Self).os_error("install signal handlers")
+    }
+
+    /// Passes signals on until the carrier ends.
+    fn wait(mut self, carrier: &mut Child) -> io::Result<ExitStatus> {
+        loop {
+            if let Some(status) = carrier.try_wait()? {
+                return Ok(status);
+            }
+            for signal in self.0.wait().filter(|signal| *signal != SIGCHLD) {
+                // It was not waited for: its number is still its own.
+                let arguments = [carrier.id().into(), signal.unsigned_abs().into(), 0, 0];
+                let _ = call_with_numbers(NumberCall::Kill, arguments);
+            }
+        }
+    }
 }
 
 /// Returns the state of a container for engines.
@@ -271,7 +301,10 @@ pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
     if let Some(disk) = state.vm_scratch.as_deref().filter(|_| has_own_vm) {
         scratch::remove(disk)?;
     }
-    mounts::unmount_all(&state.vm_folder, id)?;
+    share::unmount_all(&state.vm_folder, id)?;
+    if has_own_vm {
+        share::remove(&state.vm_folder)?;
+    }
     cgroup::remove(&state.cgroups)?;
     remove_folder(&state.folder)?;
     store.remove(id)
@@ -295,7 +328,7 @@ fn release_members(store: &Store, sandbox: &ContainerRecord) -> Result<(), Failu
         if !wait_until(|| member.carrier.is_none_or(|carrier| !carrier.is_alive())) {
             kill_carrier(&member)?;
         }
-        mounts::unmount_all(&member.vm_folder, &id)?;
+        share::unmount_all(&member.vm_folder, &id)?;
     }
     Ok(())
 }
@@ -336,14 +369,15 @@ fn exec(global: &Global, store: &Store, arguments: &Exec) -> Result<u8, Failure>
     let text = serde_json::to_vec(&process).map_err(|error| refuse(error.to_string()))?;
     fs::write(&file, text).file_error("write", &file)?;
     let console = arguments.console_socket.as_deref();
+    let passed = (!arguments.detach).then(PassedSignals::subscribe).transpose()?;
     let started = carrier::start(global, &state, console, Some(&file));
     // The carrier removes it, unless it could not be started.
     let _ = fs::remove_file(&file);
     let mut started = create::write_pid(arguments.pid_file.as_deref(), started?)?;
-    if arguments.detach {
-        return Ok(0);
+    match passed {
+        None => Ok(0),
+        Some(passed) => Ok(exit_code(passed.wait(&mut started).os_error("wait for the process")?)),
     }
-    Ok(exit_code(started.wait().os_error("wait for the process")?))
 }
 
 /// Returns the exit code of a carrier that has ended: its own, or 128 and the signal that has ended

@@ -1,8 +1,9 @@
 //! Configurations of containers as messages to the agent.
 
 use crate::bundle::Bundle;
-use crate::mounts::{self, bytes};
+use crate::mounts::bytes;
 use crate::resources::StatedLimits;
+use crate::share;
 use crate::store::ContainerRecord;
 use crate::{refuse, seccomp};
 use hosted_command::failure::Failure;
@@ -181,7 +182,7 @@ impl<'a> ContainerMessage<'a> {
         let guest = |path: PathBuf| Path::new(POD).join(path);
         let sources =
             bundle.mounts.iter().enumerate().map(|(index, mount)| match mount.is_bind() {
-                true => guest(mounts::bind_of(id, index)),
+                true => guest(share::bind_of(id, index)),
                 false => mount.source.clone(),
             });
         let linux = &bundle.linux;
@@ -189,7 +190,7 @@ impl<'a> ContainerMessage<'a> {
             state,
             bundle,
             process: ProcessMessage::new(&bundle.process, &bundle.process, linux)?,
-            root: guest(mounts::root_of(id)),
+            root: guest(share::root_of(id)),
             sources: sources.collect(),
             masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
             read_only: strings(linux.readonly_paths().as_deref().unwrap_or_default())?,

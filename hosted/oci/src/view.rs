@@ -7,19 +7,19 @@
 //! host's mount namespace.
 
 use crate::bundle::Bundle;
-use crate::mounts;
 use crate::network;
+use crate::share;
 use crate::store::ContainerRecord;
 use hosted_command::failure::{Failure, IoContext};
 use nix::sched::{CloneFlags, unshare};
 use rustix::fs::CWD;
 use rustix::mount::{
-    MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount_bind_recursive,
-    mount_change, move_mount, open_tree, unmount,
+    MountPropagationFlags, MoveMountFlags, UnmountFlags, mount_bind_recursive, mount_change,
+    move_mount, unmount,
 };
 use rustix::process::{chdir, pivot_root};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 /// Contents of the namespaces.
@@ -45,12 +45,12 @@ enum ViewedNetwork {
 impl View {
     /// Returns the view of a container, whose file systems are mounted.
     pub fn new(state: &ContainerRecord, bundle: &Bundle) -> Self {
-        let share = mounts::share(&state.vm_folder);
+        let shared = share::path(&state.vm_folder);
         let binds = bundle.mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind());
         let binds = binds
-            .map(|(index, mount)| (share.join(mounts::bind_of(&state.id, index)), &mount.place));
+            .map(|(index, mount)| (shared.join(share::bind_of(&state.id, index)), &mount.place));
         Self {
-            root: share.join(mounts::root_of(&state.id)),
+            root: shared.join(share::root_of(&state.id)),
             binds: binds.map(|(source, place)| (source, place.clone())).collect(),
             network: match (&bundle.sandbox, &bundle.network) {
                 (Some(_), _) => ViewedNetwork::Host,
@@ -80,7 +80,7 @@ impl View {
     fn change_root(&self) -> io::Result<()> {
         unshare(CloneFlags::CLONE_NEWNS)?;
         mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
-        let copies = self.binds.iter().map(|(source, _)| copy_tree(source));
+        let copies = self.binds.iter().map(|(source, _)| share::copy_tree(source, true));
         let copies = copies.collect::<io::Result<Vec<_>>>()?;
         mount_bind_recursive(&self.root, &self.root)?;
         chdir(&self.root)?;
@@ -96,11 +96,4 @@ impl View {
         }
         Ok(())
     }
-}
-
-fn copy_tree(source: &PathBuf) -> io::Result<OwnedFd> {
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE
-        | OpenTreeFlags::OPEN_TREE_CLOEXEC
-        | OpenTreeFlags::AT_RECURSIVE;
-    Ok(open_tree(CWD, source, flags)?)
 }

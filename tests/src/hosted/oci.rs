@@ -3,6 +3,7 @@
 
 mod cluster;
 pub mod configurations;
+pub mod confined;
 pub mod containerd;
 mod cost;
 pub mod hostile;
