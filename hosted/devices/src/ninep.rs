@@ -483,7 +483,7 @@ impl NinepServer {
         let times = [fields.time()?, fields.time()?];
         let path = self.path(&fid)?;
         let (place, name) = (&self.descriptors, &number(&path)[..]);
-        let mode = is_changed(valid::MODE).then(|| self.mode(mode)).transpose()?;
+        let mode = is_changed(valid::MODE).then(|| self.changed_mode(&fid, mode)).transpose()?;
         let only_noted = changed & !valid::CTIME == 0 && is_changed(valid::CTIME);
         if is_changed(valid::UID | valid::GID) || only_noted {
             // All ones: unchanged.
@@ -636,7 +636,14 @@ impl NinepServer {
             let stat = match fs::statat(&path, looked_up, AtFlags::SYMLINK_NOFOLLOW) {
                 // It has been removed meanwhile.
                 Err(Errno::NOENT) => continue,
-                stat => stat?,
+                // The file system says nothing more: a folder of which only names may be read, or a
+                // mount whose server has gone.
+                Err(_) => {
+                    let mut stat = fs::fstat(&path)?;
+                    (stat.st_ino, stat.st_mode) = (entry.ino(), entry.file_type().as_raw_mode());
+                    stat
+                }
+                Ok(stat) => stat,
             };
             let before = answer.0.len();
             answer.identity(&stat, &self.devices);

@@ -9,10 +9,10 @@
 use linux_raw_sys::general as linux;
 use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::message::{Answer, Fields};
-use super::{Failed, Fid, NinepServer, OPEN_FLAGS, kind, number};
+use super::{Failed, Fid, NinepServer, OPEN_FLAGS, kind, look_up, number};
 use host_linux::sandbox::set_file_owner;
 
 /// A user and a group.
@@ -73,6 +73,13 @@ impl NinepServer {
             return Err(Errno::PERM);
         }
         Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
+    }
+
+    /// Reads the new mode of a file. A folder may have the set-group-ID bit, which gives no user
+    /// rights.
+    pub(super) fn changed_mode(&self, fid: &Fid, mode: u32) -> Result<Mode, Failed> {
+        let group = if fid.is(linux::S_IFDIR) { mode & linux::S_ISGID } else { 0 };
+        Ok(self.mode(mode & !group)? | Mode::from_raw_mode(group))
     }
 
     /// Clears the set-user-ID and set-group-ID bits of a file that a guest user other than root
@@ -208,21 +215,47 @@ impl NinepServer {
         }
     }
 
+    /// Opens a regular file in the place of one that is to be created.
+    ///
+    /// # Errors
+    /// `EXIST`: it is none, or the driver would have to check the user's rights.
+    fn open_existing(
+        &self,
+        folder: &Fid,
+        file: &OwnedFd,
+        flags: OFlags,
+    ) -> Result<OwnedFd, Failed> {
+        let stat = fs::fstat(file)?;
+        let is_regular = stat.st_mode & linux::S_IFMT == linux::S_IFREG;
+        // Without owners the host checks them. This process may open all files otherwise.
+        if !is_regular || self.share.owners && folder.user != 0 {
+            return Err(Errno::EXIST);
+        }
+        fs::openat(&self.descriptors, number(file), flags, Mode::empty())
+    }
+
     /// Creates and opens a file.
     pub(super) fn create(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         let number_of_fid = fields.word()?;
         let (folder, session) = self.fid(number_of_fid)?;
         let name = fields.name()?;
-        let flags = fields.word()? & OPEN_FLAGS & !linux::O_DIRECTORY;
+        let wanted = fields.word()?;
         let mode = self.mode(fields.word()?)?;
         let group = fields.word()?;
         if !folder.is(linux::S_IFDIR) {
             return Err(Errno::NOTDIR);
         }
-        let flags = OFlags::from_bits_retain(flags) | OFlags::CREATE | OFlags::EXCL;
+        let flags = wanted & OPEN_FLAGS & !linux::O_DIRECTORY;
+        let flags = OFlags::from_bits_retain(flags) | OFlags::CLOEXEC;
         let place = self.path(&folder)?;
-        let open = self
-            .as_owner(&folder, group, || fs::openat(&place, name, flags | OFlags::CLOEXEC, mode))?;
+        let create = || fs::openat(&place, name, flags | OFlags::CREATE | OFlags::EXCL, mode);
+        let open = match self.as_owner(&folder, group, create) {
+            // The host has made it since the driver's lookup.
+            Err(Errno::EXIST) if wanted & linux::O_EXCL == 0 => {
+                self.open_existing(&folder, &look_up(&place, name)?, flags)
+            }
+            open => open,
+        }?;
         // Reopens the same file, whatever the name refers to by now.
         let path = OFlags::PATH | OFlags::CLOEXEC;
         let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;

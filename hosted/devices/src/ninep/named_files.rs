@@ -3,9 +3,10 @@
 //! descriptor of a file that was not used for a while is closed, and opened again at its next use.
 //!
 //! Invariant: a file is opened again below the served folder only, name by name, without following
-//! links, and is the same file then, by device and inode number; otherwise its uses fail with
-//! `ESTALE`. A file without a path below the folder stays open, as one that was removed. One that
-//! the driver removes or renames is opened before; paths below a renamed folder change with it.
+//! links, and is the same file then, by device, inode number and type; otherwise its uses fail with
+//! `ESTALE`. (After a removal a number has another file: a driver could make it a device's.) A file
+//! without a path below the folder stays open, as one that was removed. One that the driver removes
+//! or renames is opened before; paths below a renamed folder change with it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -42,8 +43,8 @@ pub(super) struct NamedFile {
     identity: Identity,
 }
 
-/// Device and inode number.
-type Identity = (u64, u64);
+/// Device, inode number and type.
+type Identity = (u64, u64, u32);
 
 /// Closed files by identity and address, those of some dropped names included.
 #[derive(Default)]
@@ -124,7 +125,7 @@ impl NamedFiles {
             state: Mutex::new(State::Open(Arc::new(descriptor))),
             is_used: AtomicBool::new(true),
             is_kept: AtomicBool::new(false),
-            identity: (stat.st_dev, stat.st_ino),
+            identity: identity(stat),
         });
         self.append(&named);
         named
@@ -173,8 +174,7 @@ impl NamedFiles {
         }
         // The path has one name at least.
         let file = file.ok_or(Errno::STALE)?;
-        let stat = fs::fstat(&file)?;
-        if (stat.st_dev, stat.st_ino) != named.identity {
+        if identity(&fs::fstat(&file)?) != named.identity {
             return Err(Errno::STALE);
         }
         let descriptor = Arc::new(Descriptor { file, _counted: Arc::clone(&self.counted) });
@@ -225,7 +225,7 @@ impl NamedFiles {
             return false;
         }
         let Ok(stat) = fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
-        let all = self.closed().of((stat.st_dev, stat.st_ino));
+        let all = self.closed().of(identity(&stat));
         for named in all {
             // If the host has moved it, its uses fail.
             let _ = self.open(&named, served);
@@ -282,7 +282,27 @@ impl NamedFile {
     }
 }
 
+fn identity(stat: &Stat) -> Identity {
+    (stat.st_dev, stat.st_ino, stat.st_mode & linux::S_IFMT)
+}
+
 /// Returns the path of a descriptor.
 fn path_of(descriptors: &OwnedFd, file: &impl AsFd) -> Result<Vec<u8>, Failed> {
     Ok(fs::readlinkat(descriptors, number(file), Vec::new())?.into_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_with_another_type_is_another_file() {
+        let file = tempfile::tempfile().unwrap();
+        let stat = fs::fstat(&file).unwrap();
+        let (mut device, mut other_mode) = (stat, stat);
+        device.st_mode = linux::S_IFBLK | stat.st_mode & !linux::S_IFMT;
+        other_mode.st_mode ^= 0o022;
+        assert_ne!(identity(&stat), identity(&device));
+        assert_eq!(identity(&stat), identity(&other_mode));
+    }
 }

@@ -8,6 +8,8 @@ use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
+mod host;
+
 use crate::worker;
 use host_linux::sandbox;
 
@@ -285,73 +287,6 @@ fn a_file_that_is_open_for_reading_is_truncated() {
         rig.say(kind::SETATTR, &fields).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 0, "{flags}");
     }
-}
-
-/// A driver that holds names of a folder's 300 files from fid 10 on, of which few are open.
-fn many_names() -> Rig {
-    let mut rig = Rig::new(false);
-    rig.server.set_limits(16, 1000);
-    for number in 0..300 {
-        fs::write(rig.folder.path().join(format!("below/{number}")), number.to_string()).unwrap();
-    }
-    for number in 0..300 {
-        rig.walk(10 + number, &["below", &number.to_string()]).unwrap();
-    }
-    // Names that are looked at twice are closed.
-    for number in 0..16 {
-        rig.walk(1000 + number, &["file"]).unwrap();
-    }
-    rig
-}
-
-#[test]
-fn names_that_are_not_used_need_no_descriptors() {
-    let rig = many_names();
-    assert!(rig.server.open_names() < 100, "{}", rig.server.open_names());
-    for number in 0..300 {
-        rig.open(10 + number, linux::O_RDONLY).unwrap();
-        assert_eq!(rig.read(10 + number).unwrap(), number.to_string().as_bytes());
-        rig.say(kind::CLUNK, &(10 + number).to_le_bytes()).unwrap();
-    }
-}
-
-#[test]
-fn a_closed_name_follows_its_driver_but_not_the_host() {
-    let rig = many_names();
-    let path = |name: &str| rig.folder.path().join(name);
-    let root = ROOT.to_le_bytes();
-    let moved = [&root[..], &name("below"), &root, &name("there")].concat();
-    rig.say(kind::RENAMEAT, &moved).unwrap();
-    rig.open(10, linux::O_RDONLY).unwrap();
-    assert_eq!(rig.read(10).unwrap(), b"0");
-    // Another file, none, and the same one by a link in place of its folder.
-    fs::rename(path("there/1"), path("1")).unwrap();
-    fs::write(path("there/1"), "other").unwrap();
-    assert_eq!(rig.open(11, linux::O_RDONLY), Err(errno::ESTALE));
-    fs::remove_file(path("there/2")).unwrap();
-    assert_eq!(rig.open(12, linux::O_RDONLY), Err(errno::ESTALE));
-    fs::rename(path("there"), path("elsewhere")).unwrap();
-    symlink("elsewhere", path("there")).unwrap();
-    assert_eq!(rig.open(13, linux::O_RDONLY), Err(errno::ESTALE));
-}
-
-#[test]
-fn a_closed_name_keeps_the_file_that_its_driver_removes() {
-    let rig = many_names();
-    let below = |number: &str| [&5_u32.to_le_bytes()[..], &name(number)].concat();
-    let attributes =
-        |fid: u32| rig.say(kind::GETATTR, &[&fid.to_le_bytes()[..], &[0; 8]].concat()).map(drop);
-    rig.walk(5, &["below"]).unwrap();
-    rig.say(kind::UNLINKAT, &[below("0"), vec![0; 4]].concat()).unwrap();
-    attributes(10).unwrap();
-    // One takes the other's place: both names keep their files.
-    rig.say(kind::RENAMEAT, &[below("1"), below("2")].concat()).unwrap();
-    for (fid, text) in [(11, b"1"), (12, b"2")] {
-        attributes(fid).unwrap();
-        rig.open(fid, linux::O_RDONLY).unwrap();
-        assert_eq!(rig.read(fid).unwrap(), text);
-    }
-    assert_eq!(fs::read(rig.folder.path().join("below/2")).unwrap(), b"1");
 }
 
 #[test]
