@@ -22,6 +22,7 @@ pub mod release;
 pub mod scratch;
 pub mod steps;
 pub mod store;
+pub mod streams;
 pub mod supervise;
 pub mod toml_text;
 pub mod trust;

@@ -5,6 +5,7 @@ use crate::patience::{AgentDeadline, AgentTimeout};
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
+use hosted_command::streams;
 use hosted_monitor::terminal::Raw;
 use proto::agent::{AgentRequest, Answer, End, Stream, TerminalSize, io as wire};
 use rustix::stdio::stdout;
@@ -12,7 +13,7 @@ use rustix::termios::tcgetwinsize;
 use signal_hook::consts::SIGWINCH;
 use signal_hook::iterator::Signals;
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -223,17 +224,12 @@ fn spawn<T: Send + 'static>(
 ///
 /// # Errors
 /// The bytes cannot be written. A failed read is an end.
-fn copy(mut from: impl Read, mut to: impl Write) -> io::Result<()> {
+fn copy(from: impl AsFd, to: impl AsFd) -> io::Result<()> {
     let mut room = vec![0; ROOM];
-    loop {
-        let count = match from.read(&mut room) {
-            Ok(0) => return Ok(()),
-            Ok(count) => count,
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            Err(_) => return Ok(()),
-        };
-        to.write_all(&room[..count])?;
+    while let Ok(count @ 1..) = streams::read(&from, &mut room) {
+        streams::write_all(&to, &room[..count])?;
     }
+    Ok(())
 }
 
 /// Passes signals of this process on to the command.
@@ -292,6 +288,7 @@ fn receive_end(control: &UnixStream) -> io::Result<Option<End>> {
 mod tests {
     use super::*;
     use crate::testing::frame;
+    use std::io::Write;
 
     fn received(bytes: &[u8]) -> io::Result<Option<End>> {
         let (host, guest) = UnixStream::pair().unwrap();

@@ -8,6 +8,7 @@ mod tail;
 use crate::config::console::Target;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, say};
+use hosted_command::streams;
 use rustix::fs::Mode;
 use rustix::io::{Errno, read};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -163,10 +164,7 @@ impl HostConsole {
     /// Only standard output and files return errors.
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Self::Stdio => {
-                let mut stdout = io::stdout().lock();
-                stdout.write_all(bytes).and_then(|()| stdout.flush())
-            }
+            Self::Stdio => streams::write_all(stdout(), bytes),
             Self::Null => Ok(()),
             Self::File(file) => file.write_all(bytes),
             Self::Tail(tail) => tail.append(bytes),

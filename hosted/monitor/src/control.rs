@@ -227,7 +227,7 @@ impl Control {
     ) -> Result<Option<ExitCause>, Failure> {
         let signals = EndingSignals::subscribe()?;
         let mut waiter = BootWaiter { control: self, wakeup, metrics };
-        match event_loop::run(&mut waiter, &signals, deadline, "wait for boot")? {
+        match event_loop::run(&mut waiter, signals, deadline, "wait for boot")? {
             BootEnd::Boot => Ok(None),
             BootEnd::Cause(cause) => Ok(Some(cause)),
         }

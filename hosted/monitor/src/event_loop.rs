@@ -10,6 +10,7 @@ use signal_hook::low_level::pipe;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Returns the deadline of a time limit that begins now.
@@ -42,15 +43,21 @@ pub trait EventHandler {
 pub struct EndingSignals(Vec<(i32, UnixStream)>);
 
 impl EndingSignals {
-    /// Installs the handlers.
-    pub fn subscribe() -> Result<Self, Failure> {
+    /// Returns the pipes of this process, whose handlers are installed once: a VM may start again
+    /// any number of times, and a signal between two starts is not lost.
+    pub fn subscribe() -> Result<&'static Self, Failure> {
+        static ALL: OnceLock<EndingSignals> = OnceLock::new();
+        if let Some(all) = ALL.get() {
+            return Ok(all);
+        }
         let pipes = ENDING.into_iter().map(|signal| {
             let (ours, theirs) = UnixStream::pair()?;
             pipe::register(signal, theirs)?;
             Ok((signal, ours))
         });
         let pipes: io::Result<_> = pipes.collect();
-        pipes.map(Self).os_error("install signal handlers")
+        let pipes = pipes.os_error("install signal handlers")?;
+        Ok(ALL.get_or_init(|| Self(pipes)))
     }
 }
 

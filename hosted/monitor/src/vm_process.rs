@@ -67,7 +67,7 @@ pub struct VmProcess {
     name: &'static str,
     child: Child,
     device_processes: Vec<DeviceProcess>,
-    signals: EndingSignals,
+    signals: &'static EndingSignals,
 }
 
 impl Drop for VmProcess {
@@ -147,7 +147,7 @@ impl VmProcess {
             device_processes: &self.device_processes,
             watched: sources,
         };
-        let stop = event_loop::run(&mut events, &self.signals, deadline, "wait for the VM");
+        let stop = event_loop::run(&mut events, self.signals, deadline, "wait for the VM");
         let VmEvents { mut messages, .. } = events;
         drop(raw);
         let cause = self.exit_cause(stop?)?;

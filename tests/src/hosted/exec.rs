@@ -4,14 +4,15 @@ use super::{GONE, Rig, SLOW, succeed};
 use crate::system::parador;
 use crate::terminal::Terminal;
 use anyhow::{Context, Result, bail, ensure};
+use rustix::io::ioctl_fionbio;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{Read, Write, pipe};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::thread::sleep;
+use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A command, and what it must do.
@@ -161,6 +162,7 @@ pub fn commands() -> Result<()> {
     ensure!(!Path::new("/etc/parador-gone").exists(), "the host's root was changed");
     kernels_folder(&rig)?;
     lost_output(&rig)?;
+    streams_without_waits(&rig)?;
     clocks(&rig)
 }
 
@@ -182,6 +184,32 @@ fn lost_output(rig: &Rig) -> Result<()> {
     let errors = String::from_utf8_lossy(&ended.stderr);
     let is_reported = errors.contains("cannot write the command's output: No space left");
     ensure!(ended.status.code() == Some(125) && is_reported, "{ended:?}");
+    Ok(())
+}
+
+/// Streams that another program has made non-blocking lose nothing, however slow their ends are.
+fn streams_without_waits(rig: &Rig) -> Result<()> {
+    const LENGTH: usize = 300_000;
+    let (from, mut input) = pipe().context("cannot make a pipe")?;
+    let (mut output, to) = pipe().context("cannot make a pipe")?;
+    ioctl_fionbio(&from, true).context("cannot change a pipe")?;
+    ioctl_fionbio(&to, true).context("cannot change a pipe")?;
+    let mut command = exec(rig);
+    command.args(["/", "--", "cat"]).stdin(from).stdout(to).stderr(Stdio::piped());
+    let mut child = command.spawn().context("cannot start parador")?;
+    // The pipes of this process end with the command's.
+    drop(command);
+    sleep(Duration::from_secs(2));
+    let written = spawn(move || input.write_all(&[b'x'; LENGTH]));
+    let mut all = Vec::new();
+    let mut room = [0; 4096];
+    while let count @ 1.. = output.read(&mut room).context("no output")? {
+        all.extend_from_slice(&room[..count]);
+        sleep(Duration::from_millis(1));
+    }
+    let ended = child.wait().context("cannot wait for parador")?;
+    let _ = written.join();
+    ensure!(ended.success() && all.len() == LENGTH, "{ended}: {} bytes", all.len());
     Ok(())
 }
 
