@@ -193,6 +193,10 @@ pub const SGI1R: (u32, u32) = (0, 12);
 pub const ASGI1R: (u32, u32) = (1, 12);
 /// ICC_SGI0R.
 pub const SGI0R: (u32, u32) = (2, 12);
+/// CNTPCT, the physical counter (Arm ARM, G8.7).
+pub const CNTPCT: (u32, u32) = (0, 14);
+/// CNTPCTSS, the same counter, which is not read speculatively.
+pub const CNTPCTSS: (u32, u32) = (8, 14);
 
 /// Decodes the syndrome of an access by two general-purpose registers.
 pub const fn wide_access(syndrome: u64, psr: u64) -> WideAccess {

@@ -11,7 +11,8 @@ pub const VERSION: u64 = 0x8400_0000;
 pub const CPU_SUSPEND: u64 = 0xc400_0001;
 /// Stops the calling CPU.
 pub const CPU_OFF: u64 = 0x8400_0002;
-/// State of a CPU: affinity, lowest level. 0: on, 1: off.
+/// State of a CPU: affinity, lowest level. 0: on, 1: off, 2: it has been started, and does not run
+/// yet (section 5.7).
 pub const AFFINITY_INFO: u64 = 0xc400_0004;
 /// Kind of the trusted OS that may have to migrate; [`NO_TRUSTED_OS`].
 pub const MIGRATE_INFO_TYPE: u64 = 0x8400_0006;
@@ -35,6 +36,10 @@ pub const NOT_SUPPORTED: i64 = -1;
 pub const INVALID_PARAMETERS: i64 = -2;
 /// Result: the CPU runs already.
 pub const ALREADY_ON: i64 = -4;
+/// Result: the CPU has been started, and does not run yet (section 5.2.2).
+pub const ON_PENDING: i64 = -5;
+/// Result: the entry point is no memory.
+pub const INVALID_ADDRESS: i64 = -9;
 
 /// Functions of the SMC calling convention itself (DEN 0028).
 pub mod smccc {

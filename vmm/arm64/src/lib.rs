@@ -20,7 +20,7 @@ pub mod testing;
 mod trng;
 mod vcpu;
 
-pub use platform::{Arm64Platform, Interrupts, StartRequest, Unknown};
+pub use platform::{Arm64Platform, Interrupts, PowerState, StartRequest, Unknown};
 pub use run::VcpuLoop;
 pub use run::aarch32::memory_fault as memory_fault_of_32_bit;
 pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq, Width};

@@ -15,6 +15,17 @@ pub struct StartRequest {
     pub argument: u64,
 }
 
+/// Power of a vCPU, by its number as the result of `AFFINITY_INFO` (DEN 0022, section 5.7).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PowerState {
+    /// It runs.
+    On = 0,
+    /// It does not run.
+    Off = 1,
+    /// It has been started, and does not run yet.
+    OnPending = 2,
+}
+
 /// Pending for a vCPU, besides the interrupts of [`Arm64Platform::put_virqs`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Interrupts {
@@ -54,8 +65,8 @@ pub trait Arm64Platform: Platform<Interrupts = Interrupts> {
     fn start(&mut self, affinity: u64, request: StartRequest) -> i64;
     /// The vCPU has stopped itself.
     fn stopped(&mut self, cpu: usize);
-    /// Returns whether the vCPU with this affinity runs; `None`: there is none.
-    fn is_on(&mut self, affinity: u64) -> Option<bool>;
+    /// Returns the power of the vCPU with this affinity; `None`: there is none.
+    fn power_state(&mut self, affinity: u64) -> Option<PowerState>;
     /// Ends the VM.
     fn end(&mut self, outcome: Outcome);
     /// Returns whether a device may be at a guest-physical address.

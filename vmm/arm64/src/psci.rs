@@ -78,8 +78,8 @@ fn call(function: u64, [first, second, third]: [u64; 3], bus: &mut impl Arm64Pla
         _ if is(function, psci::CPU_ON) => {
             bus.start(first, StartRequest { entry: second, argument: third })
         }
-        _ if is(function, psci::AFFINITY_INFO) => match bus.is_on(first) {
-            Some(is_on) => i64::from(!is_on),
+        _ if is(function, psci::AFFINITY_INFO) => match bus.power_state(first) {
+            Some(state) => state as i64,
             None => psci::INVALID_PARAMETERS,
         },
         _ => {

@@ -33,6 +33,9 @@ const SET_WAY: [u32; 3] = [
     system_register(1, 0, 7, 10, 2),
     system_register(1, 0, 7, 14, 2),
 ];
+/// CNTPCT_EL0 and CNTPCTSS_EL0: the physical counter.
+const PHYSICAL_COUNTER: [u32; 2] =
+    [system_register(3, 3, 14, 0, 1), system_register(3, 3, 14, 0, 5)];
 /// Registers with op0 = 2 are those of debugging and tracing.
 const DEBUG: core::ops::Range<u32> = system_register(2, 0, 0, 0, 0)..system_register(2, 1, 0, 0, 0);
 
@@ -305,6 +308,10 @@ impl VcpuLoop {
                 }
             }
             SGI0R if !is_read => {}
+            // Equal to the virtual counter, whose offset is the time of pauses: `bus` subtracts it.
+            _ if is_read && PHYSICAL_COUNTER.contains(&register) => {
+                write_general(vcpu, general, bus.counter());
+            }
             _ if is_read && (register == ACTLR || DEBUG.contains(&register)) => {
                 write_general(vcpu, general, 0);
             }

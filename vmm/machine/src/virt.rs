@@ -17,7 +17,9 @@ use hw_arm64::gic::{SoftwareInterrupt, Version, distributor, redistributor, v2};
 use hw_arm64::psci;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
-use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Width};
+use vmm_arm64::{
+    Arm64Platform, Arm64Vcpu, Interrupts, PowerState, StartRequest, Unknown, VcpuLoop, Width,
+};
 use vmm_boot::virt as layout;
 use vmm_bus::{Access, Device, Env, NEVER, Nanos, WAKE_INPUT};
 use vmm_dev::arm64::gic::{Gic, v2m};
@@ -85,6 +87,16 @@ enum Power {
     /// Its thread resets its registers.
     Started,
     On,
+}
+
+impl Power {
+    fn state(self) -> PowerState {
+        match self {
+            Self::Off => PowerState::Off,
+            Self::Starting(_) | Self::Started => PowerState::OnPending,
+            Self::On => PowerState::On,
+        }
+    }
 }
 
 /// Devices, and what they have done.
@@ -569,12 +581,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
 
     fn start(&mut self, affinity: u64, request: StartRequest) -> i64 {
         let Some(index) = self.index(affinity) else { return psci::INVALID_PARAMETERS };
-        self.locked(|devices, _| {
-            if devices.power[index] != Power::Off {
-                return psci::ALREADY_ON;
+        // One byte: with AArch32 the address is not aligned.
+        if !self.virt.fixed.memory.contains(request.entry, 1) {
+            return psci::INVALID_ADDRESS;
+        }
+        self.locked(|devices, _| match devices.power[index].state() {
+            PowerState::On => psci::ALREADY_ON,
+            PowerState::OnPending => psci::ON_PENDING,
+            PowerState::Off => {
+                devices.power[index] = Power::Starting(request);
+                psci::SUCCESS
             }
-            devices.power[index] = Power::Starting(request);
-            psci::SUCCESS
         })
     }
 
@@ -582,9 +599,9 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
         self.locked(|devices, _| devices.power[cpu] = Power::Off);
     }
 
-    fn is_on(&mut self, affinity: u64) -> Option<bool> {
+    fn power_state(&mut self, affinity: u64) -> Option<PowerState> {
         let index = self.index(affinity)?;
-        Some(self.locked(|devices, _| devices.power[index] != Power::Off))
+        Some(self.locked(|devices, _| devices.power[index].state()))
     }
 
     fn end(&mut self, outcome: Outcome) {

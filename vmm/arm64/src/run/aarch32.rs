@@ -104,7 +104,8 @@ impl VcpuLoop {
         self.call(vcpu, bus)
     }
 
-    /// Access to a 64-bit register of coprocessor 15: SGIs that the host has not delivered.
+    /// Access to a 64-bit register of coprocessor 15: SGIs that the host has not delivered, and the
+    /// physical counter, which is the same as the virtual one.
     fn wide_access<V: Arm64Vcpu, P: Arm64Platform>(
         &self,
         syndrome: u64,
@@ -120,6 +121,13 @@ impl VcpuLoop {
             }
             // There is one security state, and no interrupt of group 0.
             aarch32::ASGI1R | aarch32::SGI0R if !access.is_read => {}
+            aarch32::CNTPCT | aarch32::CNTPCTSS if access.is_read => {
+                let counter = bus.counter();
+                let halves = [counter & 0xffff_ffff, counter >> 32];
+                for (index, half) in access.general.into_iter().zip(halves) {
+                    write_general(vcpu, index, half);
+                }
+            }
             (opc1, crm) => {
                 bus.unknown(Unknown::Coprocessor(coprocessor_register(opc1, 0, crm, 0)));
                 return undefined(vcpu);

@@ -3,7 +3,7 @@
 mod aarch32;
 
 use super::*;
-use crate::platform::Interrupts;
+use crate::platform::{Interrupts, PowerState};
 use crate::testing::ScriptVcpu;
 use crate::vcpu::{System, Virq, Width};
 use core::time::Duration;
@@ -15,6 +15,8 @@ use vmm_vcpu::{CounterClock, Platform, Signals};
 
 const PC: u64 = 0x8000;
 const DEVICE: u64 = 0x900_0000;
+/// The VM's counter.
+const COUNTER: u64 = 0x9_8765_4321;
 
 struct ScriptBus {
     memory: GuestMemory,
@@ -39,7 +41,7 @@ impl Platform for ScriptBus {
         &self.clock
     }
     fn counter(&self) -> u64 {
-        0
+        COUNTER
     }
     fn start_unix(&self) -> Duration {
         Duration::ZERO
@@ -79,8 +81,9 @@ impl Arm64Platform for ScriptBus {
         if affinity == 1 { psci::SUCCESS } else { psci::INVALID_PARAMETERS }
     }
     fn stopped(&mut self, _: usize) {}
-    fn is_on(&mut self, affinity: u64) -> Option<bool> {
-        (affinity < 2).then_some(affinity == 0)
+    fn power_state(&mut self, affinity: u64) -> Option<PowerState> {
+        let states = [PowerState::On, PowerState::Off, PowerState::OnPending];
+        states.get(affinity as usize).copied()
     }
     fn end(&mut self, outcome: Outcome) {
         self.end = Some(outcome);
@@ -229,12 +232,37 @@ fn system_registers() {
 }
 
 #[test]
+fn the_physical_counter_is_the_virtual_one() {
+    // mrs x5, cntpct_el0; mrs x6, cntpctss_el0; mrs xzr, cntpct_el0; msr cntp_ctl_el0, x0
+    let access = |fields: u64| Exit::SystemRegister {
+        syndrome: 0x6000_0000 | 3 << 20 | 3 << 14 | 14 << 10 | fields,
+    };
+    let exits = [
+        access(1 << 17 | 5 << 5 | 1),
+        access(5 << 17 | 6 << 5 | 1),
+        access(1 << 17 | 31 << 5 | 1),
+        access(1 << 17 | 2 << 1),
+    ];
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    assert_eq!(run(&mut vcpu, &mut bus, &exits[..3]), STOPPED);
+    assert_eq!((&vcpu.general[5..7], vcpu.pc), (&[COUNTER; 2][..], PC + 12));
+    assert_eq!(bus.unknown, []);
+    // Its timer does not exist.
+    bus.start = Some(StartRequest { entry: PC, argument: 0 });
+    assert_eq!(run(&mut vcpu, &mut bus, &exits[3..]), STOPPED);
+    assert_eq!(bus.unknown, [Unknown::SystemRegister(system_register(3, 3, 14, 2, 1))]);
+}
+
+#[test]
 fn firmware_calls() {
     for (call, argument, result) in [
         (psci::VERSION, 0, psci::VERSION_1_1 as i64),
         (psci::CPU_ON, 1, psci::SUCCESS),
         (psci::CPU_ON, 5, psci::INVALID_PARAMETERS),
+        (psci::AFFINITY_INFO, 0, 0),
         (psci::AFFINITY_INFO, 1, 1),
+        (psci::AFFINITY_INFO, 2, 2),
+        (psci::AFFINITY_INFO, 3, psci::INVALID_PARAMETERS),
         (psci::FEATURES, psci::CPU_ON, psci::SUCCESS),
         (psci::FEATURES, 0x8400_0099, psci::NOT_SUPPORTED),
         (psci::trng::VERSION, 0, psci::NOT_SUPPORTED),

@@ -27,7 +27,8 @@ const LEVEL_HIGH: u32 = 4;
 const LEVEL_LOW: u32 = 8;
 /// Lowest bit of the CPUs of a GICv2 that have a private interrupt.
 const CPUS_SHIFT: u32 = 8;
-/// Private interrupts of the timers: secure, non-secure, virtual, hypervisor.
+/// Private interrupts of the timers: secure, non-secure, virtual, hypervisor. Guests have the
+/// virtual one only, but the binding (`arm,arch_timer.yaml`) tells them apart by position.
 const TIMERS: [u32; 4] = [13, 14, 11, 10];
 
 /// A guest to boot.

@@ -3,6 +3,7 @@ use core::fmt;
 use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
+use vmm_arm64::testing::ScriptVcpu;
 use vmm_arm64::{Sgis, Virq, Width};
 use vmm_bus::BackendRef;
 use vmm_mem::testing;
@@ -241,14 +242,28 @@ fn vcpus_start_by_firmware_calls() {
     let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
     assert_eq!(bus.service_timers(0).interrupts.start, Some(START));
     assert_eq!(bus.service_timers(1).interrupts.start, None);
-    let request = StartRequest { entry: 4, argument: 5 };
-    assert_eq!((bus.is_on(0), bus.is_on(1), bus.is_on(2)), (Some(true), Some(false), None));
+    let mut vcpu = ScriptVcpu::default();
+    bus.put_virqs(0, &mut vcpu);
+    let request = StartRequest { entry: layout::RAM + 5, argument: 5 };
+    let states = [0, 1, 2].map(|affinity| bus.power_state(affinity));
+    assert_eq!(states, [Some(PowerState::On), Some(PowerState::Off), None]);
+    for entry in [layout::RAM - 1, layout::RAM + 4096, u64::MAX] {
+        let outside = StartRequest { entry, ..request };
+        assert_eq!(bus.start(1, outside), psci::INVALID_ADDRESS, "{entry:#x}");
+        assert_eq!(bus.start(2, outside), psci::INVALID_PARAMETERS, "{entry:#x}");
+    }
     assert_eq!(bus.start(1, request), psci::SUCCESS);
-    assert_eq!(bus.start(1, request), psci::ALREADY_ON);
     assert_eq!(bus.start(2, request), psci::INVALID_PARAMETERS);
+    let pending = (psci::ON_PENDING, Some(PowerState::OnPending));
+    assert_eq!((bus.start(1, request), bus.power_state(1)), pending);
     assert_eq!(bus.service_timers(1).interrupts.start, Some(request));
+    assert_eq!((bus.start(1, request), bus.power_state(1)), pending, "it has not run");
+    // The thread of a vCPU does this before the guest runs.
+    bus.put_virqs(1, &mut vcpu);
+    let running = (psci::ALREADY_ON, Some(PowerState::On));
+    assert_eq!((bus.start(1, request), bus.power_state(1)), running);
     bus.stopped(1);
-    assert_eq!(bus.is_on(1), Some(false));
+    assert_eq!(bus.power_state(1), Some(PowerState::Off));
     assert_eq!(host.kicks, [1]);
 }
 

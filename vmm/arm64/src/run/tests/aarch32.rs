@@ -134,6 +134,21 @@ fn registers_of_coprocessors() {
 }
 
 #[test]
+fn the_physical_counter_is_the_virtual_one() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    // mrrc p15, 0, r2, r3, c14; the same with opc1 8
+    let exits = [
+        syndrome(class::CP15_WIDE, 3 << 10 | 2 << 5 | 14 << 1 | 1),
+        syndrome(class::CP15_WIDE, 8 << 16 | 5 << 10 | 4 << 5 | 14 << 1 | 1),
+    ];
+    let exits = exits.map(|syndrome| (syndrome, 0));
+    assert_eq!(run_32(&mut vcpu, &mut bus, psr::RESET, &exits), STOPPED);
+    let halves = [COUNTER & 0xffff_ffff, COUNTER >> 32];
+    assert_eq!((&vcpu.general[2..6], vcpu.pc), (&[halves; 2].concat()[..], PC + 8));
+    assert_eq!(bus.unknown, []);
+}
+
+#[test]
 fn firmware_calls() {
     let call = syndrome(class::HYPERVISOR_CALL_32, 0);
     for (number, argument, result) in [
