@@ -124,3 +124,26 @@ fn delivery_modes_and_logical_destinations() {
     };
     assert_eq!(messages(&env), [expected]);
 }
+
+#[test]
+fn interrupts_without_an_eoi_are_edges() {
+    for delivery in [2, 4, 5, 7] {
+        let (mut env, mut chip) = (Script::new(), IoApic::new(0));
+        chip.set_irq(3, true, &mut env);
+        redirect(&mut env, &mut chip, 3, 1, LEVEL | delivery << 8 | 0x20);
+        assert_eq!(messages(&env), [], "{delivery}: an edge under the mask is lost");
+        for _ in 0..2 {
+            chip.set_irq(3, false, &mut env);
+            chip.set_irq(3, true, &mut env);
+        }
+        let expected = InterruptMessage { delivery: delivery as u8, ..message(1, 0x20, false) };
+        assert_eq!(messages(&env), [expected; 2]);
+        let entry = read(&mut env, &mut chip, REDIRECTION + 2 * 3);
+        assert_eq!(entry & (LEVEL | REMOTE_IRR), LEVEL, "{delivery}");
+    }
+    // Lowest priority has a vector, and an EOI.
+    let (mut env, mut chip) = (Script::new(), IoApic::new(0));
+    redirect(&mut env, &mut chip, 3, 1, LEVEL | 1 << 8 | 0x20);
+    chip.set_irq(3, true, &mut env);
+    assert_ne!(read(&mut env, &mut chip, REDIRECTION + 2 * 3) & REMOTE_IRR, 0);
+}

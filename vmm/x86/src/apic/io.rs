@@ -9,6 +9,7 @@
 //! Missing: the delivery status bit (messages are never pending).
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
+use super::local::spec::{FIXED, LOWEST};
 use super::message::spec as msi;
 use vmm_bus::{Access, Device, Env, Msi};
 
@@ -49,14 +50,21 @@ struct Entry {
 }
 
 impl Entry {
-    /// The message. Delivery mode, vector and trigger mode have the same positions in an entry as
-    /// in the message's data.
+    /// Returns whether the pin is level-triggered: SMI, NMI, INIT and ExtINT are edges even if they
+    /// are programmed as levels, since no EOI ends them (82093AA, section 3.2.4).
+    fn is_level(self) -> bool {
+        let delivery = (self.low >> msi::DELIVERY_SHIFT & 7) as u8;
+        self.low & LEVEL != 0 && matches!(delivery, FIXED | LOWEST)
+    }
+
+    /// The message. Delivery mode and vector have the same positions in an entry as in the
+    /// message's data.
     fn message(self) -> Msi {
-        const DATA: u32 = 0x7ff | msi::LEVEL;
-        const { assert!(msi::LEVEL == LEVEL) };
+        const DATA: u32 = 0x7ff;
         let logical = if self.low & LOGICAL != 0 { msi::LOGICAL } else { 0 };
         let destination = u64::from(self.destination) << msi::DESTINATION_SHIFT;
-        Msi { address: msi::APICS | destination | logical, data: self.low & DATA }
+        let level = if self.is_level() { msi::LEVEL } else { 0 };
+        Msi { address: msi::APICS | destination | logical, data: self.low & DATA | level }
     }
 }
 
@@ -112,18 +120,18 @@ impl IoApic {
     /// Sends the interrupt of `pin`, unless it is masked or (if level-triggered) already sent.
     fn service(&mut self, pin: u8, env: &mut dyn Env) {
         let entry = &mut self.entries[usize::from(pin)];
-        if entry.low & MASKED != 0 || entry.low & (LEVEL | REMOTE_IRR) == LEVEL | REMOTE_IRR {
+        let is_level = entry.is_level();
+        if entry.low & MASKED != 0 || is_level && entry.low & REMOTE_IRR != 0 {
             return;
         }
-        let level = entry.low & LEVEL != 0;
-        if level {
+        if is_level {
             entry.low |= REMOTE_IRR;
         }
         env.msi(entry.message());
     }
 
     fn service_level(&mut self, pin: u8, env: &mut dyn Env) {
-        if self.levels & 1 << pin != 0 && self.entries[usize::from(pin)].low & LEVEL != 0 {
+        if self.levels & 1 << pin != 0 && self.entries[usize::from(pin)].is_level() {
             self.service(pin, env);
         }
     }
@@ -156,8 +164,9 @@ impl IoApic {
                 }
                 // Remote IRR has a meaning for levels only; drivers clear it by switching to edge
                 // and back.
-                let keep = if value & LEVEL != 0 { entry.low & REMOTE_IRR } else { 0 };
-                entry.low = value & WRITABLE | keep;
+                let irr = entry.low & REMOTE_IRR;
+                entry.low = value & WRITABLE;
+                entry.low |= if entry.is_level() { irr } else { 0 };
                 self.service_level(pin, env);
             }
             _ => {}

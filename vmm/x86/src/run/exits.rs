@@ -260,7 +260,7 @@ impl Cpu {
         vcpu.set_gpr(Gpr::Rax, result);
     }
 
-    /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
+    /// APM vol. 4, `XSETBV`: at CPL 0 only, register 0 only, x87 always set, AVX only with SSE.
     pub(super) fn xsetbv<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         let Some(next) = self.fetch.next_rip(vcpu, platform.memory(), Pattern::XSETBV) else {
             return self.inject_ud(vcpu, platform);
@@ -269,7 +269,9 @@ impl Cpu {
         let register = vcpu.gpr(Gpr::Rcx) as u32;
         let allowed = platform.cpuid().xcr0_allowed();
         let avx512 = value & xcr0::AVX512;
-        let good = register == 0
+        // The intercept may precede the check of the privilege level by the processor.
+        let good = vcpu.get(Reg::Cpl) == 0
+            && register == 0
             && value & !allowed == 0
             && value & xcr0::X87 != 0
             && (value & xcr0::AVX == 0 || value & xcr0::SSE != 0)

@@ -439,6 +439,17 @@ fn xcr0() {
 }
 
 #[test]
+fn user_mode_does_not_set_xcr0() {
+    let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0x01, 0xd1]);
+    vcpu.set(Reg::Cpl, 3);
+    vcpu.set_gpr(Gpr::Rax, 7);
+    vcpu.then(|_| Exit::Xsetbv);
+    let entries = play(&mut cpu, &mut vcpu, &mut platform);
+    assert_eq!(entries[1].0, PROTECTION);
+    assert_eq!((vcpu.get(Reg::Xcr0), vcpu.get(Reg::Rip)), (1, CODE), "as after the reset");
+}
+
+#[test]
 fn ends() {
     let cases = [
         (Exit::Shutdown, Outcome::TripleFault),
