@@ -388,6 +388,14 @@ fn what_descriptors_tell() {
     assert_eq!(lar(0), None);
     assert_eq!(lar(0x1000), None);
     assert_eq!(lar(TSS_SELECTOR), Some(0x8b00), "busy now");
+    // lar ecx, eax and cx, ax; lsl ecx, eax and cx, ax
+    for (opcode, selector, value) in [(2, USER_CS, 0x00a0_fb00), (3, USER_CS, 0xffff_ffff)] {
+        let start = [(0, selector.into()), (1, u64::MAX)];
+        m.run_with(&[0x0f, opcode, 0xc8], &start);
+        assert_eq!(m.cpu.frame.gpr[1], value);
+        m.run_with(&[0x66, 0x0f, opcode, 0xc8], &start);
+        assert_eq!(m.cpu.frame.gpr[1], !0xffff | value & 0xffff, "{opcode}");
+    }
     let mut verw = |selector: u16| {
         m.run_with(&[0x0f, 0x00, 0xe8], &[(0, selector.into())]);
         m.cpu.frame.rflags & ZF != 0
@@ -410,6 +418,11 @@ fn control_registers() {
     assert_eq!(write(&mut m, 0, good | cr0::TS), Outcome::Next);
     assert_eq!(m.run(&[0x0f, 0x06]), Outcome::Next);
     assert_eq!(m.cpu.cr0, good);
+    assert_eq!(m.host.flushed, []);
+    for value in [good & !cr0::WP, good] {
+        assert_eq!(write(&mut m, 0, value), Outcome::Next);
+        assert_eq!(core::mem::take(&mut m.host.flushed), [Flush::All], "{value:#x}");
+    }
     for bad in [0, cr4::PAE | cr4::SMAP, cr4::PAE | 1 << 63, cr4::PAE | cr4::UMIP] {
         assert_eq!(write(&mut m, 4, bad), refused);
     }

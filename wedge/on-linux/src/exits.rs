@@ -364,8 +364,7 @@ impl LinuxVcpu<'_> {
                 // Inside of a rewritten system call: the step ends after it.
                 return;
             }
-            // Single step: the breakpoint registers are the host's.
-            cpu.dr[6] |= 1 << 14;
+            cpu.dr[6] |= signals::debug_status(code.into());
         }
         self.event = match exception {
             8 | 10..=14 | 17 => Event::exception_code(exception, code),

@@ -22,7 +22,7 @@ use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
 use crate::linux::signals::{
-    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, UNRESTORED, sanitize,
+    Context, DEBUG, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, UNRESTORED, sanitize,
     set_unrestored_flags,
 };
 use crate::mmu::frames::note_interrupted_kernel;
@@ -37,9 +37,6 @@ use crate::{report, sites, xstate};
 
 /// Index of the stack pointer in [`Context::registers`].
 const STACK_POINTER: usize = 15;
-
-/// Vector of trap exceptions: single step or breakpoint register.
-const DEBUG: u64 = 1;
 
 /// Installs the signal handlers of this process, and the dispatch of user-mode system calls. The
 /// signals stay blocked until the seccomp filter is installed, because a handler reads memory that
@@ -159,10 +156,10 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, frame: *mut SignalFrame)
     }
     cpu.frame.rip = context.rip;
     cpu.sync_flags(context.rflags);
-    let (code, address) = (context.code, context.address);
-    let vector = match number {
-        linux::SIGSYS => frame.call_vector(),
-        _ => frame.context.vector,
+    let address = context.address;
+    let (vector, code) = match number {
+        linux::SIGSYS => (frame.call_vector(), 0),
+        _ => (frame.context.vector, frame.exception_code()),
     };
     vcpu.signal.set(Signal { number, vector, code, address });
     xstate::restore(frame.context.extended as u64, u64::MAX);
@@ -196,7 +193,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, frame: *const Signa
         // SAFETY: it is on the signal stack, which nothing writes now.
         let frame = unsafe { &*(at as *const SignalFrame) };
         let context = &frame.context;
-        let signal = sanitize(number, context);
+        let signal = sanitize(number, frame);
         if SYNCHRONOUS.contains(&signal.number) {
             break (frame, signal);
         }

@@ -181,7 +181,8 @@ impl VirtualCpu {
         Ok(Outcome::Jump)
     }
 
-    /// Emulates `LAR` (`rights`) and `LSL`.
+    /// Emulates `LAR` (`rights`) and `LSL` (APM vol. 3): 16-bit operands get the lower half of the
+    /// result.
     fn load_visible<H: Host>(
         &mut self,
         context: &mut Context<'_, H>,
@@ -194,7 +195,7 @@ impl VirtualCpu {
         self.set_zero_flag(value.is_some());
         if let Some(value) = value {
             let mut target = self.get(register);
-            merge(&mut target, context.size.max(4), value);
+            merge(&mut target, context.size, value);
             self.set(register, target);
         }
         Ok(())

@@ -498,7 +498,7 @@ impl UserProcess {
         cpu.frame.rip = context.rip;
         cpu.frame.rflags = context.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
         cpu.sync_code_segment(context.is_64_bit());
-        let mut signal = signals::sanitize(response.number.load(Relaxed), context);
+        let mut signal = signals::sanitize(response.number.load(Relaxed), &frame);
         if signal.number == linux::SIGSYS {
             signal.vector = frame.call_vector();
         }

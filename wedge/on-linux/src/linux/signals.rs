@@ -37,7 +37,7 @@ pub struct Signal {
     pub number: u32,
     /// Exception vector.
     pub vector: u64,
-    /// Error code of the exception.
+    /// Error code of the exception; of a debug exception, which has none, `si_code`.
     pub code: u64,
     /// Page-fault address.
     pub address: u64,
@@ -95,6 +95,25 @@ impl SignalFrame {
         const I386: u32 = 0x4000_0003;
         if self.info[7] == I386 { INT_80.into() } else { 0 }
     }
+
+    /// Returns [`Signal::code`] of a CPU exception.
+    pub fn exception_code(&self) -> u64 {
+        match self.context.vector {
+            DEBUG => self.info[2].into(),
+            _ => self.context.code,
+        }
+    }
+}
+
+/// Vector of debug exceptions: single step, breakpoint register or `INT1`.
+pub const DEBUG: u64 = vector::DEBUG as u64;
+
+/// Returns the bits of DR6 for a debug exception with this [`Signal::code`]: BS for a single step,
+/// none for `INT1` (APM vol. 2, section 13.1.1). The flag TF does not tell: a `POPF` that clears it
+/// still traps. The breakpoint registers are the host's.
+pub fn debug_status(code: u64) -> u64 {
+    const SINGLE_STEP: u64 = 1 << 14;
+    if code == u64::from(linux::TRAP_TRACE) { SINGLE_STEP } else { 0 }
 }
 
 /// Register numbers in the frame, by their index in [`Context::registers`].
@@ -104,9 +123,10 @@ pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 
 pub const SYNCHRONOUS: [u32; 6] =
     [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
 /// Restricts a signal to one that user mode can cause.
-pub fn sanitize(number: u32, context: &Context) -> Signal {
+pub fn sanitize(number: u32, frame: &SignalFrame) -> Signal {
     const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
     const PROTECTION: u64 = vector::PROTECTION as u64;
+    let context = &frame.context;
     let is_possible = match number {
         linux::SIGSYS | linux::SIGILL => true,
         linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
@@ -120,6 +140,7 @@ pub fn sanitize(number: u32, context: &Context) -> Signal {
         // Write and fetch bits; user mode.
         PAGE_FAULT => context.code & 0x12 | 4,
         11..=PROTECTION => context.code & 0xffff,
+        DEBUG => frame.exception_code(),
         _ => 0,
     };
     let number = if is_possible { number } else { KICK };
@@ -130,22 +151,37 @@ pub fn sanitize(number: u32, context: &Context) -> Signal {
 mod tests {
     use super::*;
 
-    fn context(vector: u64, code: u64) -> Context {
+    fn frame(vector: u64, code: u64) -> SignalFrame {
         // SAFETY: it consists of integers and an address.
-        let mut context: Context = unsafe { core::mem::zeroed() };
+        let mut frame: SignalFrame = unsafe { core::mem::zeroed() };
+        let context = &mut frame.context;
         (context.vector, context.code, context.address) = (vector, code, 0x1234);
-        context
+        frame
     }
 
     #[test]
     fn signals_of_user_mode_keep_what_it_can_cause() {
-        let fault = sanitize(linux::SIGSEGV, &context(14, 0xffff_ffff));
+        let fault = sanitize(linux::SIGSEGV, &frame(14, 0xffff_ffff));
         assert_eq!(
             (fault.number, fault.vector, fault.code, fault.address),
             (linux::SIGSEGV, 14, 0x16, 0x1234)
         );
-        assert_eq!(sanitize(linux::SIGSEGV, &context(13, 0x1_0018)).code, 0x18);
-        assert_eq!(sanitize(linux::SIGFPE, &context(16, 7)).code, 0);
+        assert_eq!(sanitize(linux::SIGSEGV, &frame(13, 0x1_0018)).code, 0x18);
+        assert_eq!(sanitize(linux::SIGFPE, &frame(16, 7)).code, 0);
+    }
+
+    #[test]
+    fn debug_exceptions_have_the_reason_of_the_host() {
+        // `INT1` is `TRAP_BRKPT` (`get_si_code` in Linux), and sets no bit of DR6.
+        for (reason, is_step) in [(linux::TRAP_TRACE, true), (linux::TRAP_BRKPT, false)] {
+            let mut frame = frame(DEBUG, 0);
+            frame.info[2] = reason;
+            let signal = sanitize(linux::SIGTRAP, &frame);
+            assert_eq!((signal.number, signal.code), (linux::SIGTRAP, reason.into()));
+            assert_eq!(frame.exception_code(), reason.into(), "of the guest's kernel");
+            assert_eq!(debug_status(signal.code), if is_step { 1 << 14 } else { 0 });
+        }
+        assert_eq!(frame(vector::BREAKPOINT.into(), 7).exception_code(), 7);
     }
 
     #[test]
@@ -158,9 +194,9 @@ mod tests {
             (9, 0),
             (KICK, 0),
         ] {
-            assert_eq!(sanitize(number, &context(vector, 0)).number, KICK, "{number} {vector}");
+            assert_eq!(sanitize(number, &frame(vector, 0)).number, KICK, "{number} {vector}");
         }
-        assert_eq!(sanitize(TIMER, &context(0, 0)).number, TIMER);
+        assert_eq!(sanitize(TIMER, &frame(0, 0)).number, TIMER);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 use hw_walk::{Intent, Leaf, PageFault, leaf, set_accessed};
-use hw_x86::paging::entry;
+use hw_x86::paging::{cr0, entry};
 use linux_raw_sys::general as linux;
 use proto::errno::Errno;
 use proto::hosted::{counter, layout};
@@ -45,7 +45,12 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Maps the page for an access, and contiguous pages around it.
     pub fn fill(&mut self, cpu: &VirtualCpu, linear: u64, intent: Intent) -> Fault {
         let (ram, memory, modes) = (self.vm.ram, self.vm.memory, self.vm.modes);
-        let paging = cpu.paging(linear, cpu.cpl == 3);
+        let mut paging = cpu.paging(linear, cpu.cpl == 3);
+        if is_user(linear) {
+            // User mode shares the mapping, so a read-only page stays read-only: a write of the
+            // kernel faults as with WP.
+            paging.cr0 |= cr0::WP;
+        }
         let tables = GuestTables(memory);
         let address = match paging.translate(&tables, linear, intent, true) {
             Ok(found) => found.address,
@@ -57,7 +62,15 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if modes.profile {
             self.host.on_walk(memory, paging.cr3, linear);
         }
-        let Some(leaf) = leaf(&tables, paging.cr3, linear) else { return Fault::Filled };
+        let Some(mut leaf) = leaf(&tables, paging.cr3, linear) else { return Fault::Filled };
+        let ignores_write_bit =
+            intent == Intent::Write && !paging.user && paging.cr0 & cr0::WP == 0;
+        if ignores_write_bit && !leaf.writable {
+            // Until the change of WP that flushes all. With protection keys the page must be
+            // scanned again before it is executed.
+            leaf.writable = true;
+            leaf.executable &= !modes.keys;
+        }
         let is_own = intent == Intent::Write && cpu.cpl == 3 && is_beside(cpu.frame.rip, linear);
         if is_own && self.is_code(linear, &leaf) {
             return Fault::OwnCode;
@@ -401,6 +414,44 @@ mod tests {
         assert_eq!(rig.fill(module, Intent::Write), Fault::Filled);
         assert_eq!(rig.host.closed[&module], (PAGE, READ | WRITE));
         assert!(rig.space.mapped.pieces().is_empty() && rig.host.events.is_empty());
+    }
+
+    #[test]
+    fn without_wp_the_kernel_writes_its_read_only_pages() {
+        let module = layout::MODULES + 0x1000;
+        for keys in [false, true] {
+            let mut rig = Rig::new();
+            rig.modes.keys = keys;
+            rig.cpu.cpl = 0;
+            rig.set_run(module, 0x8_0000, 2, CODE & !entry::USER);
+            assert!(matches!(rig.fill(module, Intent::Write), Fault::Guest(_)), "with it");
+            rig.cpu.cr0 &= !cr0::WP;
+            rig.fill(module, Intent::Read);
+            assert_eq!(rig.host.at(module), Some((0x8_0000, READ | EXEC)), "only for a write");
+            assert_eq!(rig.fill(module, Intent::Write), Fault::Filled);
+            let execute = if keys { 0 } else { EXEC };
+            assert_eq!(rig.host.at(module), Some((0x8_0000, READ | WRITE | execute)));
+            // Its clean neighbour is not mapped with it.
+            assert_ne!(rig.host.at(module + PAGE), Some((0x8_1000, READ | WRITE | execute)));
+            rig.fill(module, Intent::Fetch);
+            assert_eq!(rig.host.at(module), Some((0x8_0000, READ | EXEC)));
+            // As the change of WP does.
+            rig.fill(module, Intent::Write);
+            rig.mmu().kernel_changed(crate::state::shared::EVERYTHING);
+            assert_eq!(rig.host.at(module), None);
+        }
+    }
+
+    #[test]
+    fn without_wp_user_pages_stay_read_only() {
+        for flags in [CODE, CODE & !entry::USER] {
+            let mut rig = Rig::new();
+            rig.cpu.cpl = 0;
+            rig.cpu.cr0 &= !cr0::WP;
+            rig.set(USER, 0x8_0000, flags | entry::DIRTY);
+            assert!(matches!(rig.fill(USER, Intent::Write), Fault::Guest(_)));
+            assert_eq!(rig.host.at(USER), None);
+        }
     }
 
     #[test]

@@ -13,8 +13,10 @@
 //! own.
 //!
 //! Invariants: each mapping was in the guest's page tables at some time since its last flush, with
-//! no more rights than they gave. Pages without accessed or dirty bit are not accessible in the way
-//! that would set it. The rights of the direct map and the image are not restricted.
+//! no more rights than they gave: while CR0.WP is clear they give the kernel writes to its own
+//! addresses, but those of user mode are mapped as with WP. Pages without accessed or dirty bit are
+//! not accessible in the way that would set it. The rights of the direct map and the image are not
+//! restricted.
 
 pub mod copies;
 pub mod exec_scan;
