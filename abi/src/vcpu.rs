@@ -51,7 +51,8 @@ pub mod memory_fault {
     pub const WALK: u64 = 1 << 2;
 }
 
-/// Number of the hypercall that returns [`crate::ABI_VERSION`]. Handled by the kernel.
+/// Number of the hypercall that returns [`crate::ABI_VERSION`]. Handled by the kernel, also in
+/// user mode and in single-step mode, where no trap follows it.
 pub const HYPERCALL_VERSION: u64 = 0x5041_5241_0000;
 /// Number of the hypercall that rings a doorbell, whose index is its argument. Handled by the
 /// kernel, with a result of [`doorbell`], if the guest's kernel calls; else the VMM gets the exit.

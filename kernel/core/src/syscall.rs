@@ -271,6 +271,8 @@ impl<A: Arch> Kernel<A> {
 
     fn create(&self, own: Handle<Task<A>>, task: &Task<A>, args: args::Create) -> Result<()> {
         let factory = Some(self.factory_cap(task, args.factory, rights::CREATE)?);
+        // Revoking it removes all that was made with it, whoever has it by then.
+        let maker = self.capability(task, args.factory)?.node;
         let new = args.object()?;
         if args.slot >= task.slots {
             return Err(Status::BadArgument);
@@ -279,7 +281,7 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::Busy);
         }
         let object = self.new_object(factory, own, task, new)?;
-        self.insert_capability(own, args.slot, object, rights::ALL, None)
+        self.insert_capability(own, args.slot, object, rights::ALL, Some(maker))
             .inspect_err(|_| self.destroy(object))
     }
 

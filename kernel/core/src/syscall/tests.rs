@@ -432,3 +432,38 @@ fn only_a_vm_s_own_vcpus_become_targets_of_its_interrupts() {
     assert!(target(&world, last).is_none(), "it does not exist any more");
     world.end();
 }
+
+#[test]
+fn what_a_task_has_made_goes_with_its_factory_whoever_holds_it() {
+    let mut world = World::new();
+    let (task, factory) = (world.task, world.factory);
+    let own = world.kernel.memory.new_factory(Some(factory), 500, 63, 0).unwrap();
+    let child = world.kernel.new_task(Some(own), 64).unwrap();
+    let [slot, of_child] =
+        [ObjectRef::Factory(own), ObjectRef::Task(child)].map(|object| world.insert_cap(object));
+    let item = Item::capability(rights::CREATE);
+    world.kernel.delegate(task, item, slot, SpaceRef::Task(child), 0).unwrap();
+    let thread = world.thread_in(child, 0);
+    let (sched, _) = world.sched(5, 100_000, 0);
+    world.kernel.bind_sched(thread, sched).unwrap();
+    world.start(thread);
+    // A second task, which has the last capability to itself and to its notification.
+    let grant = Item { grant: true, ..Item::capability(rights::ALL) }.pack();
+    for (operation, arguments) in [
+        (Op::Create, [0, Kind::Task as u64, 10, 64]),
+        (Op::Create, [0, Kind::Notification as u64, 11, 0]),
+        (Op::Delegate, [10, grant, 11, 5]),
+        (Op::Delegate, [10, grant, 10, 6]),
+    ] {
+        world.call(thread, operation, &arguments);
+        assert_eq!(world.result(thread).0, Some(Status::Ok), "{arguments:?}");
+    }
+    assert_eq!(pool::testing::all::<Task<Fake>>(&world.kernel.memory).len(), 3);
+    let of_thread = of_child + 1;
+    [of_thread, of_child, slot].into_iter().for_each(|slot| world.drop_slot(slot));
+    assert!(world.kernel.reap(&mut 10_000));
+    world.finish();
+    assert_eq!(pool::testing::all::<Task<Fake>>(&world.kernel.memory).len(), 1);
+    assert!(world.kernel.memory.get(own).is_none(), "the quota is lost");
+    world.end();
+}

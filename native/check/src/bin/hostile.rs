@@ -23,8 +23,8 @@ use proto::start::{MEMORY, STACK_TOP, START_PAGE, Start, slot};
 /// Capabilities of the first thread, which calls must not remove.
 const WORKER: u64 = slot::FREE;
 const SCHED: u64 = slot::FREE + 1;
-const PROTECTED: [u64; 6] =
-    [slot::THREAD, slot::NOTIFICATION, slot::LOG, slot::CONTROL, WORKER, SCHED];
+const PROTECTED: [u64; 7] =
+    [slot::THREAD, slot::FACTORY, slot::NOTIFICATION, slot::LOG, slot::CONTROL, WORKER, SCHED];
 /// Private memory, which may be lost.
 const PRIVATE: core::ops::Range<u64> = MEMORY..MEMORY + (256 << 10);
 /// Address ranges of the program itself.
@@ -184,7 +184,9 @@ fn ends_test(operation: u64, arguments: &[u64; 6]) -> bool {
     let [first, second, third, ..] = *arguments;
     match Op::from_code(operation) {
         Some(Op::GateCall) => first == slot::LOG || first == slot::CONTROL,
-        Some(Op::Unmap) => third & UNMAP_SELF != 0 && takes(first, second),
+        // All objects of the program, the worker included, are children of its factory.
+        Some(Op::Unmap) if third & UNMAP_SELF == 0 => has_slot(first, second, slot::FACTORY),
+        Some(Op::Unmap) => takes(first, second),
         Some(Op::Delegate) => {
             Item::unpack(second).is_some_and(|item| item.grant) && takes(second, third)
         }
@@ -195,15 +197,27 @@ fn ends_test(operation: u64, arguments: &[u64; 6]) -> bool {
 
 /// Returns whether the item names a resource that the program needs.
 fn takes(item: u64, base: u64) -> bool {
-    let Some(item) = Item::unpack(item) else { return false };
-    let count = 1u64 << item.order;
-    let first = base & !(count - 1);
-    let last = first.saturating_add(count - 1);
-    match item.kind {
+    let Some(unpacked) = Item::unpack(item) else { return false };
+    let (first, last) = range(unpacked, base);
+    match unpacked.kind {
         ItemKind::Memory => {
             OWN.iter().any(|own| first < own.end >> PAGE_SHIFT && last >= own.start >> PAGE_SHIFT)
         }
-        ItemKind::Capability => PROTECTED.iter().any(|slot| (first..=last).contains(slot)),
+        ItemKind::Capability => PROTECTED.iter().any(|&slot| has_slot(item, base, slot)),
         ItemKind::Port => false,
     }
+}
+
+/// Returns whether the item has a capability slot.
+fn has_slot(item: u64, base: u64, slot: u64) -> bool {
+    let Some(item) = Item::unpack(item) else { return false };
+    let (first, last) = range(item, base);
+    item.kind == ItemKind::Capability && (first..=last).contains(&slot)
+}
+
+/// Returns the first and last unit of an item.
+fn range(item: Item, base: u64) -> (u64, u64) {
+    let count = 1u64 << item.order;
+    let first = base & !(count - 1);
+    (first, first.saturating_add(count - 1))
 }
