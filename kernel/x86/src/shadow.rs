@@ -12,6 +12,7 @@
 pub(crate) mod control;
 mod decode;
 mod exits;
+pub use exits::RFLAGS_TRACED;
 mod memory;
 #[cfg(feature = "testing")]
 pub mod testing;

@@ -35,7 +35,7 @@ use kernel_core::pool::{Account, Frame, Memory};
 use crate::features::features;
 use crate::hvm::{GuestExit, Hvm, internal};
 use crate::io::{rdmsr, wrmsr};
-use crate::shadow::Shadow;
+use crate::shadow::{RFLAGS_TRACED, Shadow};
 use asid::Asids;
 use paging::GuestPaging;
 
@@ -366,7 +366,9 @@ impl Hvm for Svm {
     fn enter(&self, local: &Local, state: &VcpuState) -> GuestExit {
         match &self.paging {
             GuestPaging::Shadow(shadow) => self.enter_shadow(shadow, local, state),
-            _ => self.run(local, state, |code| Some(exit::reason(code))),
+            _ => self.run(local, state, |code| {
+                Some(exit::reason(code, || local.asids.refused(&self.vmcb().control)))
+            }),
         }
     }
 
@@ -438,7 +440,10 @@ impl Hvm for Svm {
     #[inline(always)]
     fn skip_kernel_hypercall(&self, number: u64) -> bool {
         let vmcb = self.vmcb();
-        let found = vmcb.save.rax.get() == number && vmcb.save.cpl.get() == 0;
+        let save = &vmcb.save;
+        // A single step over it is the VMM's, which handles this hypercall, too.
+        let is_traced = save.rflags.get() & RFLAGS_TRACED != 0;
+        let found = save.rax.get() == number && save.cpl.get() == 0 && !is_traced;
         if found {
             step_over_hypercall(vmcb);
         }

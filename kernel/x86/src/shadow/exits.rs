@@ -25,10 +25,11 @@ use crate::svm::{is_tcg, virq};
 
 /// Highest level of shadow leaves: 2 MiB.
 const MAX_LEVEL: u32 = 1;
-/// Trap flag: single-step mode.
-const RFLAGS_TF: u64 = 1 << 8;
 /// Resume flag.
 const RFLAGS_RF: u64 = 1 << 16;
+/// Flags with which an instruction has more effects than its own, which the VMM emulates: single
+/// steps (TF) and the resume flag.
+pub const RFLAGS_TRACED: u64 = 1 << 8 | RFLAGS_RF;
 /// Attribute of a code segment: 64-bit mode.
 const LONG_CODE: u64 = 1 << (16 + 9);
 
@@ -41,7 +42,7 @@ impl State {
         let reason = match code {
             exit::PAGE_FAULT => self.page_fault(vmcb),
             exit::INVLPG | exit::CR3_READ | exit::CR3_WRITE => self.instruction(vmcb, state, code),
-            _ => return Some(reason(code)),
+            _ => return Some(reason(code, || asids.refused(&vmcb.control))),
         };
         if reason.is_none() {
             vmcb.control.tlb_control.set(tlb_control::NOTHING);
@@ -59,10 +60,10 @@ impl State {
     /// Executes an instruction that the kernel recognises.
     fn instruction(&self, vmcb: &Vmcb, state: &VcpuState, code: u64) -> Option<u64> {
         let save = &vmcb.save;
-        let for_vmm = Some(reason(code));
+        let for_vmm = Some(reason(code, || ()));
         let is_long = save.efer.get() & efer::LMA != 0
             && save.segments[VcpuState::CS].access.get() & LONG_CODE != 0;
-        if !is_long || save.cpl.get() != 0 || save.rflags.get() & (RFLAGS_TF | RFLAGS_RF) != 0 {
+        if !is_long || save.cpl.get() != 0 || save.rflags.get() & RFLAGS_TRACED != 0 {
             return for_vmm;
         }
         let Some(found) = self.decoded(save.rip.get()) else { return for_vmm };

@@ -51,4 +51,35 @@ impl Asids {
         control.guest_asid.set(self.next.replace(self.next.get() + 1));
         self.epoch.get()
     }
+
+    /// The processor has not entered a guest: it had not flushed the TLB for it, either (APM vol. 3,
+    /// `VMRUN`). The next assignment does.
+    #[cold]
+    pub fn refused(&self, control: &ControlArea) {
+        if control.tlb_control.get() != tlb_control::NOTHING {
+            self.next.set(u32::MAX);
+            self.epoch.set(self.epoch.get() + 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flush_that_was_not_carried_out_is_made_up_for() {
+        // SAFETY: all fields are integers.
+        let control: ControlArea = unsafe { core::mem::zeroed() };
+        let asids = Asids { next: Cell::new(u32::MAX), epoch: Cell::new(1) };
+        let flushes = || control.tlb_control.replace(tlb_control::NOTHING) != tlb_control::NOTHING;
+        assert_eq!((asids.assign(&control), control.guest_asid.get()), (2, 1));
+        asids.refused(&control);
+        assert!(flushes());
+        // The ASID that was assigned is not valid any more, and the next one follows a flush.
+        assert_eq!((asids.epoch(), asids.assign(&control)), (3, 4));
+        assert!(flushes());
+        asids.refused(&control);
+        assert_eq!(asids.epoch(), 4, "it has carried it out before");
+    }
 }

@@ -55,14 +55,17 @@ const fn listed_reason(code: u64) -> u64 {
     }
 }
 
-/// Translates `EXITCODE`.
+/// Translates `EXITCODE`. `refused` is called for a guest that the processor has not entered.
 #[inline(always)]
-pub fn reason(code: u64) -> u64 {
+pub fn reason(code: u64, refused: impl FnOnce()) -> u64 {
     match REASONS.get(code as usize) {
         Some(&reason) => reason.into(),
         None => match code {
             exit::NPF => MEMORY_FAULT,
-            exit::INVALID | exit::INVALID_LOW => INVALID_STATE,
+            exit::INVALID | exit::INVALID_LOW => {
+                refused();
+                INVALID_STATE
+            }
             _ => UNKNOWN,
         },
     }
@@ -187,6 +190,10 @@ mod tests {
         (exit::XSETBV, XSETBV),
         (exit::RDPRU, UNDEFINED),
     ];
+
+    fn reason(code: u64) -> u64 {
+        super::reason(code, || ())
+    }
 
     #[test]
     fn reasons_of_all_codes() {
