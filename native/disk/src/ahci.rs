@@ -153,6 +153,8 @@ pub enum AhciError {
     Identify,
     /// The disk lacks 48-bit commands.
     Old,
+    /// The disk has sectors of another size than 512 bytes (ATA/ATAPI Command Set, word 106).
+    SectorSize,
 }
 
 /// A disk at a port.
@@ -433,6 +435,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         const HAS_48_BITS: u64 = 1 << 10;
         const HAS_QUEUE: u64 = 1 << 8;
         const HAS_TRIM: u64 = 1 << 0;
+        const SIZE_IS_VALID: u64 = 3 << 14;
+        const OTHER_SIZE: u64 = 1 << 12;
         let fis = Fis { command: ata::IDENTIFY, features: 0, sector: 0, count: 0 };
         self.fill(0, &fis, Some((self.physical + IDENTITY as u64, SECTOR, false)));
         core::sync::atomic::fence(Ordering::SeqCst);
@@ -445,14 +449,17 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         if !done || failed {
             return Err(AhciError::Identify);
         }
-        // Words of 16 bits: 75 queue depth, 76 and 83 features, 100 to 103 number of sectors, 169
-        // TRIM.
+        // Words of 16 bits: 75 queue depth, 76 and 83 features, 100 to 103 number of sectors, 106
+        // their size (valid if bits 15:14 are 01), 169 TRIM.
         let word = |index: usize| {
             let word = self.memory[(IDENTITY + 2 * index) / 8].load(Ordering::Acquire);
             word >> (16 * (index % 4)) & 0xffff
         };
         if word(83) & HAS_48_BITS == 0 {
             return Err(AhciError::Old);
+        }
+        if word(106) & (SIZE_IS_VALID | OTHER_SIZE) == 1 << 14 | OTHER_SIZE {
+            return Err(AhciError::SectorSize);
         }
         self.queues &= word(76) & HAS_QUEUE != 0;
         if self.queues {

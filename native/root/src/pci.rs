@@ -63,6 +63,15 @@ pub struct Bar {
     pub length: u64,
 }
 
+impl Bar {
+    /// Returns whether an address is in one of its pages.
+    fn has_in_its_pages(&self, address: u64) -> bool {
+        let first = self.base & !(PAGE_SIZE - 1);
+        let end = self.base.saturating_add(self.length).checked_next_multiple_of(PAGE_SIZE);
+        (first..end.unwrap_or(u64::MAX)).contains(&address)
+    }
+}
+
 /// The host bridge, as the firmware describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBridge {
@@ -247,6 +256,28 @@ impl Function<'_> {
         bars
     }
 
+    /// Returns the addresses of all memory BARs, without sizing, which would stop the function.
+    fn bases(&self) -> impl Iterator<Item = u64> {
+        let count = if self.layout() == 0 { BARS } else { 0 };
+        let at = |number: u8| self.read(register::BASE_ADDRESS + 4 * u16::from(number));
+        let high = move |number: u8| if number + 1 < count { at(number + 1) } else { 0 };
+        let parsed =
+            (0..count).filter_map(move |number| MemoryBar::parse(at(number), high(number)));
+        parsed.map(|bar| bar.base)
+    }
+
+    /// Returns whether another function has registers in the pages of a BAR.
+    pub fn shares_pages(&self, bar: &Bar) -> bool {
+        let mut is_shared = false;
+        if let Some(pci) = Pci::find(self.boot) {
+            pci.for_each(|other| {
+                let is_other = other.configuration != self.configuration;
+                is_shared |= is_other && other.bases().any(|base| bar.has_in_its_pages(base));
+            });
+        }
+        is_shared
+    }
+
     /// Assigns an address below 4 GiB to a BAR that has none.
     fn set_bar(&self, number: u8, address: u64) {
         let offset = u64::from(register::BASE_ADDRESS) + 4 * u64::from(number);
@@ -404,5 +435,19 @@ mod tests {
         assert_eq!(place(0x1000_1000, 0x4000, 0x2000_0000), Some(0x1000_4000));
         assert_eq!(place(0x1fff_e000, 0x4000, 0x2000_0000), None);
         assert_eq!(place(u64::MAX - 1, 0x4000, u64::MAX), None);
+    }
+
+    #[test]
+    fn small_registers_have_the_rest_of_their_page() {
+        let bar = Bar { number: 5, base: 0x1000_0000, length: 0x800 };
+        for (address, is_there) in
+            [(0xfff_ffff, false), (0x1000_0000, true), (0x1000_0800, true), (0x1000_1000, false)]
+        {
+            assert_eq!(bar.has_in_its_pages(address), is_there, "{address:#x}");
+        }
+        let next = Bar { base: 0x1000_0800, ..bar };
+        assert!(next.has_in_its_pages(0x1000_0000) && !next.has_in_its_pages(0x1000_1000));
+        let last = Bar { base: u64::MAX - 0x7ff, ..bar };
+        assert!(last.has_in_its_pages(u64::MAX - 1));
     }
 }

@@ -317,11 +317,18 @@ impl Sessions {
             // A register range larger than the whole window is memory of a graphics card, not of a
             // disk.
             let Some(place) = next(length) else { continue };
-            // Other registers in the same page are of this device: bridges assign whole pages to
-            // devices.
             let window = boot.device_pages(bar.base, bar.length).ok_or(StartError::Device)?;
             if bar.base % PAGE_SIZE != 0 {
+                native_rt::warn!(
+                    "PCI function {}: registers {} begin in a page",
+                    function.address,
+                    bar.number
+                );
                 continue;
+            }
+            // Firmware may put small registers of several functions into one page.
+            if bar.length < PAGE_SIZE && function.shares_pages(bar) {
+                return Err(StartError::SharedPage);
             }
             add_bar(child, &function, bar, window, place)?;
         }

@@ -16,6 +16,8 @@ pub struct FakeConfig {
     pub number: u32,
     /// NCQ is supported.
     pub queues: bool,
+    /// Word of the identity about the size of sectors.
+    pub sector_size: u16,
     /// Sectors that cannot be read or written.
     pub bad: BTreeSet<u64>,
     /// The device clears the bit of a failed plain command, as for a successful one.
@@ -38,6 +40,7 @@ impl Default for FakeConfig {
         Self {
             number: 2,
             queues: true,
+            sector_size: 0,
             bad: BTreeSet::new(),
             clears_failed: false,
             stays_busy: false,
@@ -195,6 +198,7 @@ impl<'m> Fake<'m> {
             cell.fetch_or(value << (16 * (word % 4)), Ordering::Relaxed);
         };
         set(83, 1 << 10);
+        set(106, self.config().sector_size.into());
         set(76, u64::from(self.config().queues) << 8);
         set(75, 31);
         set(100, 4096);

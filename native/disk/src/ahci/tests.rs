@@ -29,6 +29,24 @@ fn a_disk_is_set_up() {
     assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
 }
 
+#[test]
+fn sectors_have_512_bytes() {
+    let outcome = |sector_size| {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig { sector_size, ..FakeConfig::default() }, &memory);
+        new(&fake, &memory, None).map(drop)
+    };
+    // Bits 15:14 tell whether the word is valid, and bit 13 of larger physical sectors.
+    for (word, expected) in [
+        (0x6003, Ok(())),
+        (0x1000, Ok(())),
+        (0x5000, Err(AhciError::SectorSize)),
+        (0x7003, Err(AhciError::SectorSize)),
+    ] {
+        assert_eq!(outcome(word), expected, "{word:#x}");
+    }
+}
+
 /// The driver grants each operation the time of the specifications, independent of the speed of
 /// register accesses.
 #[test]
