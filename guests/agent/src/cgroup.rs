@@ -4,6 +4,8 @@ use proto::agent::container::{ContainerStatistics, Limits};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 /// Root of the guest's cgroups; each container has one below it.
 const ROOT: &str = "/sys/fs/cgroup";
@@ -42,10 +44,24 @@ pub fn join(name: &str) -> io::Result<()> {
     joined.map_err(named("join the container's cgroup"))
 }
 
-/// Removes the cgroup of a container that has ended.
+/// Kills all processes of a container. Those in a PID namespace of its own end with its first
+/// process, those in that of the sandbox do not.
+pub fn kill(name: &str) {
+    // It may be gone.
+    let _ = fs::write(place(name).join("cgroup.kill"), "1");
+}
+
+/// Removes the cgroup of a container that has ended, and whose processes were killed.
 pub fn remove(name: &str) {
-    // It stays, empty, if a process that was just killed is still in it.
-    let _ = fs::remove_dir(place(name));
+    /// Time for processes to end that were just killed.
+    const ATTEMPTS: u32 = 100;
+    const INTERVAL: Duration = Duration::from_millis(5);
+    for _ in 0..ATTEMPTS {
+        match fs::remove_dir(place(name)) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => thread::sleep(INTERVAL),
+            _ => return,
+        }
+    }
 }
 
 /// Removes the cgroup of a container that could not be prepared, and returns the reason.

@@ -298,6 +298,9 @@ impl Ending {
         // The sender lives until the end.
         let end = self.end.recv().unwrap_or(End::Exited(u8::MAX));
         drop(self.running);
+        if let Some(name) = &self.container {
+            cgroup::kill(name);
+        }
         for copy in self.copies {
             // A panic of the thread has been reported.
             let _ = copy.join();

@@ -289,6 +289,9 @@ impl Control<'_> {
     fn end(self) {
         const KILL: u8 = 9;
         self.running.iter().for_each(|running| running.signal(KILL));
+        if let Some(name) = &self.container {
+            cgroup::kill(name);
+        }
         let mut commands = self.agent.commands();
         commands.streams.remove(&self.command);
         if let Some(name) = &self.container {

@@ -89,13 +89,13 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
         true => change_root(&mount_overlay(container.name, root)?)?,
         false => change_root(root)?,
     }
-    // As other runtimes do; one that cannot be created fails when the process enters it.
-    let _ = create_folder(Path::new(OsStr::from_bytes(container.process.command.folder)));
     for (mount, source) in container.mounts.iter().zip(sources) {
         let place = Path::new(OsStr::from_bytes(mount.place));
         mount_one(mount, source, place)
             .map_err(named(format_args!("mount {}", place.display())))?;
     }
+    // As other runtimes do; one that cannot be created fails when the process enters it.
+    let _ = create_folder(Path::new(OsStr::from_bytes(container.process.command.folder)));
     make_devices(&container.devices, &guest_devices).map_err(named("make devices"))?;
     if let Some(console) = console {
         attach(console, Path::new(CONSOLE)).map_err(named("mount the console"))?;
@@ -176,6 +176,7 @@ fn change_root(root: &Path) -> io::Result<()> {
 
 /// Mounts one file system, or attaches what was copied before the change of the root.
 fn mount_one(one: &ContainerMount<'_>, source: Option<OwnedFd>, place: &Path) -> io::Result<()> {
+    let place = &resolve(Path::new("/"), place)?;
     let flags = MountFlags::from_bits_retain(one.flags);
     if let Some(source) = source {
         let is_folder = FileType::from_raw_mode(fs::fstat(&source)?.st_mode) == FileType::Directory;
@@ -205,6 +206,38 @@ fn mount_one(one: &ContainerMount<'_>, source: Option<OwnedFd>, place: &Path) ->
     let Some(below) = below else { return Ok(()) };
     copy_up::fill(&below, place).map_err(named("copy the folder below"))?;
     if first == flags { Ok(()) } else { remount(place, flags) }
+}
+
+/// Returns the path to which the links of a path in a root lead, which need not exist.
+///
+/// # Errors
+/// `ELOOP`: the path has more links than Linux follows.
+fn resolve(root: &Path, place: &Path) -> io::Result<PathBuf> {
+    /// Of Linux: `MAXSYMLINKS` (include/linux/namei.h).
+    const MAX_LINKS: u32 = 40;
+    let reversed = |path: &Path| path.iter().rev().map(OsStr::to_owned).collect::<Vec<_>>();
+    let mut rest = reversed(place);
+    let mut found = root.to_owned();
+    let mut links = 0;
+    while let Some(part) = rest.pop() {
+        match part.as_bytes() {
+            b"/" => found = root.to_owned(),
+            b"." => {}
+            b".." if found == root => {}
+            b".." => drop(found.pop()),
+            _ => {
+                found.push(part);
+                let Ok(target) = files::read_link(&found) else { continue };
+                links += 1;
+                if links > MAX_LINKS {
+                    return Err(Errno::LOOP.into());
+                }
+                found.pop();
+                rest.extend(reversed(&target));
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// Creates a folder and those above it, which only root may change.
@@ -415,4 +448,48 @@ pub fn new_pid_namespace() -> io::Result<()> {
 /// Returns the number of a process.
 pub fn number(pid: Pid) -> i32 {
     pid.as_raw_nonzero().get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_lead_to_what_need_not_exist_in_the_root() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let root = folder.path();
+        for folder in ["etc", "var/lib"] {
+            files::create_dir_all(root.join(folder)).expect("a folder");
+        }
+        for (target, link) in [
+            ("../run/resolve/stub", "etc/resolv.conf"),
+            ("/run", "var/run"),
+            ("../../../../run/lock", "var/lock"),
+            ("./lib/../lock/", "var/other"),
+            ("loop", "etc/loop"),
+            ("etc", "0"),
+        ] {
+            symlink(target, root.join(link)).expect("a link");
+        }
+        for link in 1..=40 {
+            symlink((link - 1).to_string(), root.join(link.to_string())).expect("a link");
+        }
+        let found = |place: &str| resolve(root, Path::new(place)).map_err(|it| it.raw_os_error());
+        for (place, expected) in [
+            ("/", ""),
+            ("/etc/new", "etc/new"),
+            ("etc/./new/", "etc/new"),
+            ("/../etc/missing/../new", "etc/new"),
+            ("/etc/resolv.conf", "run/resolve/stub"),
+            ("/var/run/secrets/key", "run/secrets/key"),
+            ("/var/run/../lib", "lib"),
+            ("/var/lock", "run/lock"),
+            ("/var/other/a", "run/lock/a"),
+            ("/39/new", "etc/new"),
+        ] {
+            assert_eq!(found(place), Ok(root.join(expected)), "{place}");
+        }
+        let many = Err(Some(Errno::LOOP.raw_os_error()));
+        assert_eq!((found("/etc/loop"), found("/40")), (many.clone(), many));
+    }
 }

@@ -18,7 +18,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
-use rustix::process::{ioctl_tiocsctty, setsid};
+use rustix::process::{DumpableBehavior, ioctl_tiocsctty, set_dumpable_behavior, setsid};
 use rustix::stdio::{dup2_stdin, stdin};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
@@ -132,6 +132,9 @@ fn fail(error: &io::Error) -> ExitCode {
 
 /// Receives the standard input, and the bytes of the task.
 fn begin() -> io::Result<(UnixStream, Vec<u8>)> {
+    // Programs of the container, which see this process, may not trace it before it has given up
+    // its privileges. The program that it executes may be traced.
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     let control = UnixStream::from(stdin().try_clone_to_owned()?);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut messages = RecvAncillaryBuffer::new(&mut space);
@@ -284,8 +287,10 @@ fn check_format(program: &Path) -> io::Result<()> {
     if is_own { Ok(()) } else { Err(Errno::NOEXEC.into()) }
 }
 
+/// Returns whether the environment has a home folder; an empty one counts as none.
 fn has_home(command: &GuestCommand<'_>) -> bool {
-    command.environment.iter().any(|variable| variable.starts_with(b"HOME="))
+    let homes = command.environment.iter().filter_map(|variable| variable.strip_prefix(b"HOME="));
+    homes.last().is_some_and(|home| !home.is_empty())
 }
 
 /// Finds the program of a container's process. The texts are those by which engines recognise that

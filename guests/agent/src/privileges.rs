@@ -69,9 +69,8 @@ pub fn apply(process: &ContainerProcess<'_>) -> io::Result<()> {
         set_filter(process)?;
     }
     process.limits.iter().try_for_each(set_limit)?;
-    if let Some(mask) = process.umask {
-        umask(Mode::from_raw_mode(mask & 0o777));
-    }
+    // Without one, that of other runtimes; it is not inherited.
+    umask(Mode::from_raw_mode(process.umask.unwrap_or(0o022) & 0o777));
     match &process.capabilities {
         None => change_user(&process.command.user)?,
         Some(sets) => {

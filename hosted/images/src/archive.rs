@@ -185,7 +185,12 @@ impl Extended {
             EntryType::Regular | EntryType::Continuous => EntryKind::File(size),
             EntryType::Directory => EntryKind::Folder,
             EntryType::Symlink => EntryKind::Symlink(link()?),
-            EntryType::Link => EntryKind::Hardlink(components(&link()?)?),
+            EntryType::Link => {
+                // kaniko writes absolute targets, which are those in the image, too.
+                let link = link()?;
+                let start = link.iter().position(|&byte| byte != b'/').unwrap_or(link.len());
+                EntryKind::Hardlink(components(&link[start..])?)
+            }
             EntryType::Fifo => EntryKind::Fifo,
             EntryType::Block | EntryType::Char => return Err(refused("a device node")),
             EntryType::GNUSparse => return Err(refused("a sparse file")),

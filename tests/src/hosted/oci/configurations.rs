@@ -5,7 +5,7 @@ use super::{Engine, GONE};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ const NAME: &str = "odd";
 /// Script in the container; each line has its expected output after `#`.
 const SCRIPT: &str = r#"
 cat /proc/self/oom_score_adj                               # 123
-pwd; stat -c %a /made/by                                   # /made/by/runtime 755
+pwd; stat -c %a /plain/made                                # /plain/made/by/runtime 755
 cat /proc/sys/kernel/domainname                            # example.org
 busybox uname -m                                           # i686
 ls /copied; stat -c %a /copied                             # file 750
@@ -26,6 +26,8 @@ stat -c %a /plain /stated                                  # 711 700
 cat /null && echo empty                                    # empty
 echo x >/below/file || echo read-only                      # read-only
 stat -c %a /deep /deep/er                                  # 755 755
+cat /etc/resolv.conf /missing/stub                         # a message a message
+grep -c ' /missing/' /proc/mounts; ls /missing/a           # 3 in
 /protected/busybox echo runs                               # runs
 echo x >/protected/file || echo protected                  # protected
 ulimit -Hn                                                 # 2000000
@@ -36,7 +38,7 @@ fn change(config: &mut Value) {
     config["hooks"] = json!({ "prestart": [], "poststop": [] });
     config["domainname"] = json!("example.org");
     config["process"]["oomScoreAdj"] = json!(123);
-    config["process"]["cwd"] = json!("/made/by/runtime");
+    config["process"]["cwd"] = json!("/plain/made/by/runtime");
     config["process"]["rlimits"] =
         json!([{ "type": "RLIMIT_NOFILE", "soft": 2_000_000, "hard": 2_000_000 }]);
     let mounts = [
@@ -50,6 +52,11 @@ fn change(config: &mut Value) {
         json!({ "destination": "/below", "type": "bind", "source": "../volume",
             "options": ["rbind", "rro"] }),
         json!({ "destination": "/deep/er/est", "type": "bind", "source": "../volume",
+            "options": ["rbind"] }),
+        json!({ "destination": "/etc/resolv.conf", "type": "bind", "source": "../message",
+            "options": ["bind"] }),
+        json!({ "destination": "/dangling/a", "type": "tmpfs", "source": "tmpfs" }),
+        json!({ "destination": "/dangling/a/in", "type": "bind", "source": "../volume",
             "options": ["rbind"] }),
     ];
     config["mounts"].as_array_mut().expect("mounts").extend(mounts);
@@ -77,6 +84,9 @@ pub fn accepted() -> Result<()> {
         let folder = root.join(folder);
         fs::create_dir(&folder).context("cannot make a folder")?;
         fs::set_permissions(&folder, fs::Permissions::from_mode(mode))?;
+    }
+    for (target, link) in [("../missing/stub", "etc/resolv.conf"), ("/missing", "dangling")] {
+        symlink(target, root.join(link)).context("cannot make a link")?;
     }
     fs::write(root.join("copied/file"), "").context("cannot write")?;
     fs::copy("/bin/busybox", root.join("protected/busybox")).context("cannot copy busybox")?;
