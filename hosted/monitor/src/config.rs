@@ -137,7 +137,10 @@ impl Config {
         let serial = serial.iter_mut().filter_map(Target::path_mut);
         let initrd = initrd.iter_mut().filter(|path| BuiltInitrd::of(path).is_none());
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
-        let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
+        let disks = self
+            .disk
+            .iter_mut()
+            .flat_map(|disk| [Some(&mut disk.path), disk.backing.as_mut()].into_iter().flatten());
         let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);

@@ -7,6 +7,7 @@ use crate::hooks;
 use crate::mounts::MountPlan;
 use crate::refuse;
 use crate::resources::StatedLimits;
+use crate::store::{ContainerRecord, Store};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::input;
 use hosted_command::value::Size;
@@ -44,6 +45,8 @@ const DEVICES: [(i64, i64); 9] =
 pub struct Bundle {
     /// The folder.
     pub path: PathBuf,
+    /// The file.
+    text: Vec<u8>,
     pub rootfs: PathBuf,
     pub is_read_only: bool,
     pub hostname: String,
@@ -93,9 +96,33 @@ impl Bundle {
             }
             _ => failure,
         })?;
+        Self::read(path, &file, text)
+    }
+
+    /// Reads the configuration that a container was created with: changes in its bundle, which may
+    /// be gone, have no effect (OCI runtime specification, "Lifecycle").
+    ///
+    /// # Errors
+    /// The copy cannot be read.
+    pub fn of(store: &Store, state: &ContainerRecord) -> Result<Self, Failure> {
+        let file = store.folder(&state.id)?.join(CONFIGURATION);
+        let text = input::regular(&file)?;
+        Self::read(state.bundle.clone(), &file, text)
+    }
+
+    /// Keeps the configuration of a container that is created.
+    ///
+    /// # Errors
+    /// The copy cannot be written.
+    pub fn keep(&self, store: &Store, id: &str) -> Result<(), Failure> {
+        let file = store.folder(id)?.join(CONFIGURATION);
+        fs::write(&file, &self.text).file_error("write", &file)
+    }
+
+    fn read(path: PathBuf, file: &Path, text: Vec<u8>) -> Result<Self, Failure> {
         let spec: Spec = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
-        Self::new(path, spec)
+        Self::new(path, spec).map(|bundle| Self { text, ..bundle })
     }
 
     fn new(path: PathBuf, spec: Spec) -> Result<Self, Failure> {
@@ -138,6 +165,7 @@ impl Bundle {
         let scratch = annotations::scratch(&annotations)?;
         let agent_timeout = annotations::agent_timeout(&annotations)?;
         Ok(Self {
+            text: Vec::new(),
             rootfs: path.join(root.path()),
             is_read_only: root.readonly().unwrap_or_default(),
             hostname: spec.hostname().clone().unwrap_or_default(),

@@ -288,7 +288,7 @@ impl Container {
         let mut state = store.load(&carry.id)?;
         state.carrier = ProcessId::of(proc_number::own());
         store.save(&state)?;
-        let bundle = Bundle::open(&state.bundle)?;
+        let bundle = Bundle::of(store, &state)?;
         if let Some(socket) = &carry.console_socket {
             terminal::give(socket, bundle.process.console_size().as_ref())?;
         }
@@ -457,7 +457,7 @@ fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u
         if let Some(socket) = &carry.console_socket {
             terminal::give(socket, process.console_size().as_ref())?;
         }
-        enter(&store.load(&carry.id)?, &process)
+        enter(store, &store.load(&carry.id)?, &process)
     };
     let entered = prepare();
     let is_reported = send(reporter, &entered).is_ok();
@@ -468,9 +468,13 @@ fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u
 }
 
 /// Starts another process in a container. It ends with this process.
-fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier), Failure> {
+fn enter(
+    store: &Store,
+    state: &ContainerRecord,
+    process: &Process,
+) -> Result<(AgentVm, Carrier), Failure> {
     cgroup::join(&state.cgroups)?;
-    let bundle = Bundle::open(&state.bundle)?;
+    let bundle = Bundle::of(store, state)?;
     let mut vm = AgentVm::attach(state.vm_folder.clone());
     let has_terminal = process.terminal().unwrap_or_default();
     let connected =
@@ -488,7 +492,11 @@ fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier
 ///
 /// # Errors
 /// It cannot be started.
-pub fn carry_here(state: &ContainerRecord, process: &Process) -> Result<u8, Failure> {
-    let (mut vm, carrier) = enter(state, process)?;
+pub fn carry_here(
+    store: &Store,
+    state: &ContainerRecord,
+    process: &Process,
+) -> Result<u8, Failure> {
+    let (mut vm, carrier) = enter(store, state, process)?;
     carrier.carry(&mut vm, None)
 }

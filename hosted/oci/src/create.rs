@@ -101,6 +101,7 @@ fn build(
         scope,
         carrier: None,
     };
+    bundle.keep(store, id)?;
     store.save(&state)?;
     let made = DirBuilder::new().mode(0o700).create(&state.folder);
     made.file_error("create", &state.folder)?;

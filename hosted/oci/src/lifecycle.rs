@@ -87,7 +87,7 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
             let state = store.load(id)?;
             print(format!("{:#}\n", describe(&store, &state))).map(|()| 0)
         }
-        RuntimeCommand::Kill { id, signal, .. } => kill(&store, id, signal).map(|()| 0),
+        RuntimeCommand::Kill { id, signal, all } => kill(&store, id, signal, *all).map(|()| 0),
         RuntimeCommand::Delete { force, id } => delete(global, &store, id, *force).map(|()| 0),
         RuntimeCommand::Exec(arguments) => exec(global, &store, arguments),
         RuntimeCommand::Ps { format, id, .. } => ps(&store, id, format).map(|()| 0),
@@ -113,7 +113,7 @@ fn start(global: &Global, store: &Store, id: &str) -> Result<(), Failure> {
     }
     carrier::let_start(&state)?;
     store.note_start(id)?;
-    let hooks = Bundle::open(&state.bundle)?.hooks;
+    let hooks = Bundle::of(store, &state)?.hooks;
     // The container runs: a failure is a warning (OCI runtime specification, "Lifecycle").
     let done = hooks::run(hooks.as_ref(), Stage::Started, &describe(store, &state));
     done.unwrap_or_else(|failure| report::warning(global, &failure));
@@ -181,9 +181,14 @@ pub fn describe(store: &Store, state: &ContainerRecord) -> Value {
     })
 }
 
-fn kill(store: &Store, id: &str, signal: &str) -> Result<(), Failure> {
+/// Sends a signal to the process of a container. `is_for_all`: it may have ended, since all of its
+/// processes have then.
+fn kill(store: &Store, id: &str, signal: &str, is_for_all: bool) -> Result<(), Failure> {
     let state = store.load(id)?;
     let signal = parse_signal(signal)?;
+    if is_for_all && store.status(&state) == Status::Stopped {
+        return Ok(());
+    }
     let carrier = state.carrier.and_then(|carrier| carrier.pid());
     let carrier = carrier.ok_or_else(|| refuse("container not running"))?;
     if signal == Signal::KILL.as_raw() {
@@ -225,7 +230,11 @@ fn delete(global: &Global, store: &Store, id: &str, is_forced: bool) -> Result<(
     if is_forced && !store.folder(id)?.exists() {
         return Ok(());
     }
-    let _lock = store.lock(id)?;
+    let _lock = match store.lock(id) {
+        // Another command has deleted it.
+        Err(_) if is_forced && !store.folder(id)?.exists() => return Ok(()),
+        lock => lock?,
+    };
     let state = match store.load(id) {
         Ok(state) => state,
         // A killed `create` has left the folder.
@@ -243,8 +252,8 @@ fn delete(global: &Global, store: &Store, id: &str, is_forced: bool) -> Result<(
             return Err(refuse(text));
         }
     }
-    // The engine may have removed it.
-    let hooks = Bundle::open(&state.bundle).ok().and_then(|bundle| bundle.hooks);
+    // A killed `create` may not have kept it.
+    let hooks = Bundle::of(store, &state).ok().and_then(|bundle| bundle.hooks);
     remove(store, id)?;
     let last = describe(store, &state);
     let done = hooks::run(hooks.as_ref(), Stage::Deleted, &last);
@@ -361,9 +370,9 @@ fn exec(global: &Global, store: &Store, arguments: &Exec) -> Result<u8, Failure>
     if arguments.preserve_fds > 0 {
         return Err(refuse("a VM cannot take descriptors of the host (--preserve-fds)"));
     }
-    let process = process(&state, arguments)?;
+    let process = process(store, &state, arguments)?;
     if !arguments.detach && arguments.console_socket.is_none() && arguments.pid_file.is_none() {
-        return carrier::carry_here(&state, &process);
+        return carrier::carry_here(store, &state, &process);
     }
     let file = state.folder.join(format!("exec-{}", std::process::id()));
     let text = serde_json::to_vec(&process).map_err(|error| refuse(error.to_string()))?;
@@ -388,7 +397,7 @@ fn exit_code(status: ExitStatus) -> u8 {
 }
 
 /// Returns the process of the options: that of a file, or the container's with another command.
-fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure> {
+fn process(store: &Store, state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure> {
     if let Some(file) = &arguments.process {
         let text = input::regular(file)?;
         let mut process: Process = serde_json::from_slice(&text)
@@ -401,7 +410,7 @@ fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure
     if arguments.command.is_empty() {
         return Err(refuse("the command is missing"));
     }
-    let mut process = Bundle::open(&state.bundle)?.process;
+    let mut process = Bundle::of(store, state)?.process;
     process.set_args(Some(arguments.command.clone()));
     process.set_terminal(Some(arguments.tty));
     let mut environment = process.env().clone().unwrap_or_default();
@@ -415,13 +424,16 @@ fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure
         process.set_cwd(folder.clone());
     }
     if let Some(user) = &arguments.user {
-        let (user, group) = user.split_once(':').unwrap_or((user, "0"));
+        let (user, group) =
+            user.split_once(':').map_or((&**user, None), |(user, group)| (user, Some(group)));
         let number = |text: &str| {
             text.parse().map_err(|_| refuse(format!("{text:?} is not the number of a user")))
         };
-        let (user, group) = (number(user)?, number(group)?);
-        process.user_mut().set_uid(user);
-        process.user_mut().set_gid(group);
+        process.user_mut().set_uid(number(user)?);
+        // Without one, that of the container.
+        if let Some(group) = group {
+            process.user_mut().set_gid(number(group)?);
+        }
     }
     Ok(process)
 }
@@ -489,6 +501,10 @@ fn freeze(store: &Store, id: &str, expected: Status) -> Result<(), Failure> {
     let status = store.status(&state);
     if status != expected {
         let text = format!("the container is {}, not {}", status.word(), expected.word());
+        return Err(refuse(text));
+    }
+    if !state.has_own_vm() {
+        let text = "a container in the VM of its sandbox cannot be paused alone: pause the sandbox";
         return Err(refuse(text));
     }
     match cgroup::freeze(&state.cgroups, expected == Status::Running)? {

@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 const STATE: &str = "state.json";
@@ -178,7 +178,14 @@ impl Store {
     pub fn lock(&self, id: &str) -> Result<File, Failure> {
         let (lock, path) = self.open_lock(id)?;
         lock.lock().file_error("lock", &path)?;
-        Ok(lock)
+        // Another command may have deleted the container meanwhile, and one may have been created.
+        let is_same = |found: fs::Metadata| {
+            lock.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino()))
+        };
+        match fs::metadata(&path).is_ok_and(is_same) {
+            true => Ok(lock),
+            false => Err(does_not_exist(id)),
+        }
     }
 
     /// Locks a sandbox while a container is added to it: others may be added meanwhile, and it is

@@ -347,10 +347,12 @@ fn network(params: &mut Params) -> Result<Table, Failure> {
     match params.require("type")?.as_str() {
         "user" => {
             let forwards = params.take_all("hostfwd");
-            // The only guest of the network.
-            let forwards =
-                forwards.iter().map(|text| text.replace(&format!("-{GUEST_ADDRESS}:"), "-:"));
-            let forwards: Vec<_> = forwards.collect();
+            let forward = |text: &String| {
+                // The only guest of the network.
+                let text = text.replace(&format!("-{GUEST_ADDRESS}:"), "-:");
+                if text.starts_with(':') { format!("tcp{text}") } else { text }
+            };
+            let forwards: Vec<_> = forwards.iter().map(forward).collect();
             Ok(table(json!({ "kind": "user", "address": GUEST_ADDRESS, "hostfwd": forwards })))
         }
         "tap" => Ok(table(json!({ "tap": params.require("ifname")? }))),

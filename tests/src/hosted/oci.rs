@@ -284,6 +284,7 @@ cat /etc/message                                    # a message
 echo made >/volume/made; stat -c %u /volume/made    # 0
 grep CapEff /proc/self/status | grep -c 0000000001$ # 1
 ulimit -n                                           # 100
+umask                                               # 0022
 grep -c . /proc/keys                                # 0
 echo 1 >/proc/sys/kernel/panic || echo refused      # refused
 ls /dev/null /dev/fd /dev/ptmx | grep -c dev        # 3

@@ -14,6 +14,35 @@ const CREATED: &str = "member-created";
 
 fn member(config: &mut Value) {
     config["annotations"] = json!({ KIND: "container", SANDBOX: POD });
+    config["process"]["user"]["gid"] = json!(7);
+}
+
+/// Processes that a container leaves in the PID namespace that the containers of a pod share end
+/// with it.
+fn processes_end(engine: &Engine) -> Result<()> {
+    const NAME: &str = "member-leaving";
+    const WATCHING: &str = "member-watching";
+    let pod = engine.state(POD)?["pid"].to_string();
+    let sharing = |config: &mut Value| {
+        member(config);
+        let shared = json!({ "type": "pid", "path": format!("/proc/{pod}/ns/pid") });
+        config["linux"]["namespaces"][0] = shared;
+    };
+    engine.bundle(WATCHING, "sleep 1000", sharing)?;
+    engine.bundle(NAME, "sleep 4321 & sleep 1; echo left", sharing)?;
+    let _inputs = [engine.create(WATCHING)?, engine.create(NAME)?];
+    engine.succeed(&["start", WATCHING])?;
+    engine.succeed(&["start", NAME])?;
+    // The pattern is not what it finds.
+    let count = ["exec", WATCHING, "sh", "-c", "busybox ps | grep -c 'sleep 432[1]'"];
+    let running = engine.call(&count)?;
+    ensure!(running.stdout == b"2\n", "with the shell: {running:?}");
+    engine.wait_for(NAME, "stopped")?;
+    engine.succeed(&["kill", "--all", NAME, "KILL"])?;
+    engine.succeed(&["delete", NAME])?;
+    let left = engine.call(&count)?;
+    ensure!(left.stdout == b"0\n", "{left:?}");
+    engine.succeed(&["delete", "--force", WATCHING]).map(drop)
 }
 
 /// The containers end with their sandbox, their mounts are removed, and they can be deleted later.
@@ -26,7 +55,13 @@ pub(super) fn deleted_first(engine: &Engine) -> Result<()> {
         engine.bundle(name, "sleep 1000", member)?;
         inputs.push(engine.create(name)?);
     }
+    // Changes of the configuration have no effect once there is a container.
+    std::fs::remove_file(engine.path(RUNNING).join("config.json")).context("no configuration")?;
     engine.succeed(&["start", RUNNING])?;
+    let group = engine.succeed(&["exec", "-u", "5", RUNNING, "id", "-g"])?;
+    ensure!(group == "7\n", "the group of another user: {group}");
+    engine.refused(&["pause", RUNNING], "cannot be paused alone")?;
+    processes_end(engine)?;
     engine.refused(&["delete", POD], "cannot delete container pod that is not stopped")?;
     engine.succeed(&["delete", "--force", POD])?;
     no_mounts_below(&engine.path("run")).context("after the sandbox")?;
