@@ -86,9 +86,9 @@ operations! {
     /// * Vcpu: vm (`VCPU`), address of the state page in the caller's task, notification (`WAIT`)
     ///   whose events make `VcpuRun` return.
     ///
-    /// The new capability is a delegation of the factory's: whoever revokes or removes that one
-    /// removes it, too, wherever it was granted. Fails with `BadRights` also for a priority above
-    /// the factory's maximum. Rights: factory `CREATE`.
+    /// The new capability is a delegation of the factory's: it is removed with that one, in any
+    /// task to which it was granted. Fails with `BadRights` also for a priority above the factory's
+    /// maximum. Rights: factory `CREATE`.
     Create = 4 ("factory, kind, slot, arg0, arg1, arg2") -> ("");
     /// Delegates `item` from the caller's space at `source` to the space of `target` (a Task or,
     /// for memory and ports, a Vm; selector `SELF` is the caller's own task) at `destination`.

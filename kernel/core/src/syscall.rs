@@ -271,7 +271,7 @@ impl<A: Arch> Kernel<A> {
 
     fn create(&self, own: Handle<Task<A>>, task: &Task<A>, args: args::Create) -> Result<()> {
         let factory = Some(self.factory_cap(task, args.factory, rights::CREATE)?);
-        // Revoking it removes all that was made with it, whoever has it by then.
+        // Revoking it removes all that was made with it, in all tasks.
         let maker = self.capability(task, args.factory)?.node;
         let new = args.object()?;
         if args.slot >= task.slots {

@@ -434,7 +434,7 @@ fn only_a_vm_s_own_vcpus_become_targets_of_its_interrupts() {
 }
 
 #[test]
-fn what_a_task_has_made_goes_with_its_factory_whoever_holds_it() {
+fn what_a_task_has_made_goes_with_its_factory() {
     let mut world = World::new();
     let (task, factory) = (world.task, world.factory);
     let own = world.kernel.memory.new_factory(Some(factory), 500, 63, 0).unwrap();

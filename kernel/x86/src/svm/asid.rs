@@ -52,8 +52,8 @@ impl Asids {
         self.epoch.get()
     }
 
-    /// The processor has not entered a guest: it had not flushed the TLB for it, either (APM vol. 3,
-    /// `VMRUN`). The next assignment does.
+    /// The processor has not entered a guest: it had not flushed the TLB for it, either (APM
+    /// vol. 3, `VMRUN`). The next assignment does.
     #[cold]
     pub fn refused(&self, control: &ControlArea) {
         if control.tlb_control.get() != tlb_control::NOTHING {
