@@ -287,6 +287,9 @@ tag = \"host\"
         assert!(merged.vm.counters);
         let disks: Vec<_> = merged.disk.iter().map(|disk| disk.path.to_str().unwrap()).collect();
         assert_eq!(disks, ["/vm/root.img", "b"]);
+        let disk = "[[disk]]\npath = \"top.qcow2\"\nbacking = \"base\"\n";
+        let disk = Config::parse(disk).unwrap().in_folder(Path::new("/vm")).disk.remove(0);
+        assert_eq!(disk.backing.as_deref(), Some(Path::new("/vm/base")));
         assert_eq!(merged.net[1].switch.as_deref(), Some(Path::new("/vm/lan")));
         assert_eq!(file.merge(&Config::default()).unwrap(), file);
     }

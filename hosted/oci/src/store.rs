@@ -348,6 +348,17 @@ mod tests {
         store.note_start("a").unwrap();
         assert_eq!(store.status(&store.load("a").unwrap()), Status::Running);
         assert_eq!(store.ids(), ["a"]);
+        // One that waits for the lock of a container that is deleted does not get another's.
+        let lock = store.lock("a").unwrap();
+        let waiting = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| store.lock("a").map(drop));
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            store.remove("a").unwrap();
+            let new = store.reserve("a").unwrap();
+            drop((lock, new));
+            waiting.join().unwrap()
+        });
+        assert_eq!(text(waiting.unwrap_err()), "container \"a\" does not exist");
         store.remove("a").unwrap();
         assert!(store.ids().is_empty());
     }

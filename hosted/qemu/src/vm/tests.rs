@@ -211,12 +211,12 @@ fn networks() {
         "-net",
         "nic,model=virtio,macaddr=02:00:00:00:00:01",
         "-net",
-        "user,hostfwd=tcp::5555-10.0.2.15:22",
+        "user,hostfwd=tcp::5555-10.0.2.15:22,hostfwd=::2299-:22",
     ]);
     let net = serde_json::to_value(&config.net[0]).unwrap();
     assert_eq!(
         (&net["mac"], &net["hostfwd"]),
-        (&json!("02:00:00:00:00:01"), &json!(["tcp:5555:22"]))
+        (&json!("02:00:00:00:00:01"), &json!(["tcp:5555:22", "tcp:2299:22"]))
     );
 }
 
