@@ -120,8 +120,8 @@ fn start(global: &Global, store: &Store, id: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Starts a container that was just created, and waits for its end unless it is detached, which is
-/// without signals.
+/// Starts a container that was just created, and waits for its end, during which it gets `passed`
+/// signals. Without them it is detached.
 fn run(
     global: &Global,
     store: &Store,
@@ -312,7 +312,7 @@ pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
     }
     share::unmount_all(&state.vm_folder, id)?;
     if has_own_vm {
-        share::remove(&state.vm_folder)?;
+        share::unmount_shared(&state.vm_folder)?;
     }
     cgroup::remove(&state.cgroups)?;
     remove_folder(&state.folder)?;

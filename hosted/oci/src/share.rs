@@ -72,21 +72,13 @@ pub fn make(vm_folder: &Path) -> Result<(), Failure> {
     mount().file_error("mount", &share)
 }
 
-/// Unmounts and removes the shared directory of a VM, with all that is mounted there. It may be
-/// gone.
+/// Unmounts the shared directory of a VM, with all that is mounted there. It may be gone.
 ///
 /// # Errors
-/// The mounts cannot be read, or it cannot be removed.
-pub fn remove(vm_folder: &Path) -> Result<(), Failure> {
+/// The mounts cannot be read, or it cannot be unmounted.
+pub fn unmount_shared(vm_folder: &Path) -> Result<(), Failure> {
     let share = path(vm_folder);
-    unmount_those(|place| place == share)?;
-    for folder in [&share, &vm_folder.join(MOUNT_POINTS)] {
-        match fs::remove_dir(folder) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            removed => removed.file_error("remove", folder)?,
-        }
-    }
-    Ok(())
+    unmount_those(|place| place == share)
 }
 
 /// Mounts the root and the bind mounts of a container into the shared directory.

@@ -11,35 +11,36 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-const POD: &str = "pod";
-const MEMBER: &str = "member";
+/// Sandbox. Tests that run at the same time have containers, and so cgroups, of other names.
+const POD: &str = "taken";
+const MEMBER: &str = "taken-member";
 
 /// Run by the guest's kernel outside of all containers, as the program for core dumps: prints what
 /// of the shared directory it could change.
 const DEEDS: &str = r#"
-B=/pod/pod/root/bin/busybox
+B=/pod/taken/root/bin/busybox
 try() { "$@" 2>/dev/null && echo "$*"; }
 put() { echo x >"$1"; }
 {
-try $B mv /pod/pod /pod/moved
+try $B mv /pod/taken /pod/moved
 try $B mkdir /pod/new
-try $B mkdir /pod/pod/9
+try $B mkdir /pod/taken/9
 try $B ln -s / /pod/link
-try $B mv /pod/pod/4 /pod/pod/moved
-try $B rmdir /pod/member/0
+try $B mv /pod/taken/4 /pod/taken/moved
+try $B rmdir /pod/taken-member/0
 try put /pod/file
-try put /pod/pod/5
-try put /pod/member/root/made
-try put /pod/pod/4/made
-try put /pod/pod/6/made
-try put /pod/pod/6/below/made
-} >/pod/pod/root/changed
-echo done >/pod/pod/root/done
+try put /pod/taken/5
+try put /pod/taken-member/root/made
+try put /pod/taken/4/made
+try put /pod/taken/6/made
+try put /pod/taken/6/below/made
+} >/pod/taken/root/changed
+echo done >/pod/taken/root/done
 "#;
 
 /// Installs [`DEEDS`] and lets a process dump its core.
 const SCRIPT: &str = "
-echo '|/pod/pod/root/bin/busybox sh /pod/pod/root/deeds' >/proc/sys/kernel/core_pattern
+echo '|/pod/taken/root/bin/busybox sh /pod/taken/root/deeds' >/proc/sys/kernel/core_pattern
 sh -c 'kill -SEGV $$'
 while :; do sleep 0.1; done";
 
@@ -87,7 +88,7 @@ fn deeds(engine: &Engine, root: &Path) -> Result<()> {
         sleep(Duration::from_millis(20));
     }
     let changed = fs::read_to_string(root.join("changed")).context("nothing was tried")?;
-    ensure!(changed == "put /pod/pod/4/made\n", "the guest has done: {changed}");
+    ensure!(changed == "put /pod/taken/4/made\n", "the guest has done: {changed}");
     ensure!(engine.path("volume/made").exists(), "the volume was not changed");
     // The host's own ways through the shared directory.
     engine.succeed(&["delete", "--force", MEMBER])?;
