@@ -52,7 +52,7 @@ const RECORD: &str = "image.json";
 /// File with the root file system of an image.
 const DISK: &str = "root.ext4";
 /// Version of the file system's form; images of another one are unpacked again.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// Number of images that are kept.
 const KEPT: usize = 8;
 
@@ -127,7 +127,10 @@ impl ImageArchive {
             let made = work.join("made");
             fs::create_dir(&made).file_error("create the folder", &made)?;
             lock.note("checking the layers");
-            let tree = read_tree(&self.source, &image.layers).map_err(failed)?;
+            let mut tree = read_tree(&self.source, &image.layers).map_err(failed)?;
+            if let Some(folder) = settings(&image).folder {
+                tree.add_missing_folder(folder.as_bytes(), image.layers.len());
+            }
             let path = made.join(DISK);
             let file = File::create_new(&path).file_error("create", &path)?;
             let writer = Writer::new(&tree, &file).map_err(failed)?;

@@ -254,6 +254,7 @@ fn layers_make_a_file_system() {
         assert_eq!(list("/", "etc"), is("041750/1000/100000/etc//"));
         assert_eq!(list("/usr/bin", "tool"), is("104755/1000/100000/tool/100000/"));
         assert_eq!(list("/", "usr"), is("040755/0/0/usr//"), "no layer describes it");
+        assert_eq!(list("/", "srv"), is("040755/0/0/srv//"), "the working directory");
         assert_eq!(list("/", "fifo"), is("010600/1000/100000/fifo/0/"));
         assert_eq!(list("/", "bin"), is("120777/1000/100000/bin/7/"));
         assert_eq!(list("/", "gone"), None);

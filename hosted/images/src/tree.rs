@@ -4,7 +4,7 @@
 //! Paths go through directories of the image only. A path through a symbolic link is refused, so
 //! that no name is ever resolved on the host.
 
-use crate::archive::{ArchiveEntry, Attributes, EntryKind, refused};
+use crate::archive::{ArchiveEntry, Attributes, EntryKind, components, refused};
 use crate::limits::{MAX_BYTES, MAX_ENTRIES, MAX_TEXT};
 use std::collections::BTreeMap;
 use std::io::Result;
@@ -110,6 +110,16 @@ impl Tree {
         };
         self.children(parent)?.insert(name, Child { node, layer });
         Ok(())
+    }
+
+    /// Adds a directory unless there is one: the working directory of an image's command, which
+    /// builders leave to whatever starts it. A path that is too long, or leads through a link or
+    /// file, is left to the guest, which follows links.
+    pub fn add_missing_folder(&mut self, path: &[u8], layer: usize) {
+        let slashes = path.iter().take_while(|&&byte| byte == b'/').count();
+        if let Ok(path) = components(&path[slashes..]) {
+            let _ = self.folder(&path, layer);
+        }
     }
 
     /// Checks the limits.
