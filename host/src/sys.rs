@@ -339,6 +339,38 @@ pub fn set_filter(instructions: &[u64]) -> Result<()> {
     unsafe { call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
+/// Lets a program decide which devices the processes of a cgroup of version 2, and of those below
+/// it, may use (bpf(2)); `instructions` are `struct bpf_insn`. It stays as long as the cgroup.
+pub fn set_device_filter(cgroup: i32, instructions: &[u64]) -> Result<()> {
+    /// `BPF_PROG_LOAD`.
+    const LOAD: u64 = 5;
+    /// `BPF_PROG_ATTACH`.
+    const ATTACH: u64 = 8;
+    /// `BPF_PROG_TYPE_CGROUP_DEVICE`.
+    const TYPE: u64 = 15;
+    /// `BPF_CGROUP_DEVICE`.
+    const EVENT: u64 = 6;
+    /// `BPF_F_ALLOW_MULTI`: programs of cgroups below it are run, too.
+    const ALLOW_MULTI: u64 = 2;
+    let license = c"MIT";
+    // Fields of 32 bits of `union bpf_attr` are pairs here.
+    let load = [
+        TYPE | (instructions.len() as u64) << 32,
+        instructions.as_ptr() as u64,
+        license.as_ptr() as u64,
+    ];
+    let arguments = [LOAD, load.as_ptr() as u64, size_of_val(&load) as u64, 0, 0, 0];
+    // SAFETY: the record, the program and the string are only read, and have these lengths.
+    let program = unsafe { call(linux::__NR_bpf, arguments)? };
+    let attach = [u64::from(cgroup as u32) | program << 32, EVENT | ALLOW_MULTI << 32];
+    let arguments = [ATTACH, attach.as_ptr() as u64, size_of_val(&attach) as u64, 0, 0, 0];
+    // SAFETY: the record is only read.
+    let attached = unsafe { call(linux::__NR_bpf, arguments).map(drop) };
+    // The cgroup keeps the program.
+    let _ = call_with_numbers(NumberCall::Close, [program, program, 0, 0]);
+    attached
+}
+
 /// Sets a resource limit of this process and its children irrevocably (setrlimit(2)).
 pub fn limit(resource: u32, value: u64) -> Result<()> {
     let limit = [value, value];

@@ -28,7 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;

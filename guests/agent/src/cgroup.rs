@@ -3,6 +3,7 @@
 use proto::agent::container::{ContainerStatistics, Limits};
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -24,17 +25,30 @@ fn place(name: &str) -> PathBuf {
     Path::new(ROOT).join(name)
 }
 
-/// Makes the cgroup of a container.
-pub fn create(name: &str, limits: &Limits) -> io::Result<()> {
+/// Makes the cgroup of a container, whose processes may use the devices that a filter permits, or
+/// all if it is empty.
+pub fn create(name: &str, limits: &Limits, device_filter: &[u64]) -> io::Result<()> {
     let controllers = Path::new(ROOT).join("cgroup.subtree_control");
+    let place = place(name);
     fs::write(controllers, CONTROLLERS)
-        .and_then(|()| match fs::create_dir(place(name)) {
+        .and_then(|()| match fs::create_dir(&place) {
             // That of a former container of this name, which is empty.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_dir(&place).and_then(|()| fs::create_dir(&place))
+            }
             made => made,
         })
         .map_err(named("make the container's cgroup"))?;
+    if !device_filter.is_empty() {
+        set_device_filter(&place, device_filter).map_err(named("limit the container's devices"))?;
+    }
     set_limits(name, limits)
+}
+
+fn set_device_filter(place: &Path, filter: &[u64]) -> io::Result<()> {
+    let folder = fs::File::open(place)?;
+    let set = host_linux::sys::set_device_filter(folder.as_raw_fd(), filter);
+    set.map_err(|error| io::Error::from_raw_os_error(error.0))
 }
 
 /// Moves this process to the cgroup of a container.

@@ -59,7 +59,7 @@ fn named(what: impl std::fmt::Display) -> impl FnOnce(io::Error) -> io::Error {
 /// Gives this process, the first one of its PID namespace if the container has one of its own, the
 /// other namespaces, the root and the file systems of a container.
 pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
-    cgroup::create(container.name, &container.limits)?;
+    cgroup::create(container.name, &container.limits, &container.device_filter)?;
     cgroup::join(container.name)?;
     let mut flags = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWCGROUP;
     flags.set(CloneFlags::CLONE_NEWIPC, container.namespaces.ipc);

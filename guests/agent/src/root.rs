@@ -54,6 +54,11 @@ const REPORTING_ORDER: (&str, &str) =
 /// of containers which hosts accept are not refused.
 const MOST_FILES: (&str, &str) = ("/proc/sys/fs/nr_open", "2147483584");
 
+/// Parameter of Linux: programs of BPF are interpreted. The first one that is compiled occupies
+/// 2 MiB (kernel/bpf/core.c), and the filters of containers are short: seccomp keeps the decisions
+/// for most system calls, and that for devices runs when a device node is opened.
+const NO_COMPILATION: (&str, &str) = ("/proc/sys/net/core/bpf_jit_enable", "0");
+
 /// Links in `/dev` that programs expect (Linux' `Documentation/admin-guide/devices.rst`).
 const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd", "/dev/fd"),
@@ -105,7 +110,12 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         Root::Pod { .. } => {}
     }
     match &guest.root {
-        Root::Pod { tag, has_scratch } => mount_pod(tag, *has_scratch)?,
+        Root::Pod { tag, has_scratch } => {
+            mount_pod(tag, *has_scratch)?;
+            // Some kernel has no compiler.
+            let (file, value) = NO_COMPILATION;
+            let _ = files::write(file, value);
+        }
         _ => mount_overlay()?,
     }
     let new = Path::new(NEW);

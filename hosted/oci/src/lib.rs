@@ -17,6 +17,7 @@
 //! | `mounts` | file systems of a container: kinds, options |
 //! | `share` | the shared directory of a VM, into which the host mounts |
 //! | `seccomp` | seccomp profiles as filters for the guest |
+//! | `devices` | devices that a container may use, as a program for the guest |
 //! | `scratch` | disks for changes of containers |
 //! | `message` | configurations as messages to the agent |
 //! | `cgroup` | cgroups of the host, version 1 and 2 |
@@ -41,6 +42,7 @@ mod bundle;
 mod carrier;
 mod cgroup;
 mod create;
+mod devices;
 mod hooks;
 mod lifecycle;
 mod line;

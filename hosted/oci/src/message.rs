@@ -5,7 +5,7 @@ use crate::mounts::bytes;
 use crate::resources::StatedLimits;
 use crate::share;
 use crate::store::ContainerRecord;
-use crate::{refuse, seccomp};
+use crate::{devices, refuse, seccomp};
 use hosted_command::failure::Failure;
 use oci_spec::runtime::{
     Capabilities, Capability, Linux, LinuxCapabilities, LinuxDevice, LinuxDeviceType,
@@ -168,6 +168,7 @@ pub struct ContainerMessage<'a> {
     root: PathBuf,
     /// Paths of bind mounts in the guest.
     sources: Vec<PathBuf>,
+    device_filter: Vec<u64>,
     masked: Vec<u8>,
     read_only: Vec<u8>,
 }
@@ -176,7 +177,8 @@ impl<'a> ContainerMessage<'a> {
     /// Reads the configuration of a container.
     ///
     /// # Errors
-    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
+    /// A string has a zero, there are too many groups, a VM cannot have the seccomp profile, or a
+    /// rule for devices is malformed.
     pub fn new(state: &'a ContainerRecord, bundle: &'a Bundle) -> Result<Self, Failure> {
         let id = &*state.id;
         let guest = |path: PathBuf| Path::new(POD).join(path);
@@ -192,6 +194,7 @@ impl<'a> ContainerMessage<'a> {
             process: ProcessMessage::new(&bundle.process, &bundle.process, linux)?,
             root: guest(share::root_of(id)),
             sources: sources.collect(),
+            device_filter: devices::filter(linux, bundle.is_privileged)?,
             masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
             read_only: strings(linux.readonly_paths().as_deref().unwrap_or_default())?,
         })
@@ -225,6 +228,7 @@ impl<'a> ContainerMessage<'a> {
             mounts: mounts.collect(),
             has_all_devices: self.bundle.is_privileged,
             devices: linux.devices().iter().flatten().map(device).collect(),
+            device_filter: self.device_filter.clone(),
             masked: list(&self.masked)?,
             read_only_paths: list(&self.read_only)?,
             limits: limits.unwrap_or_default(),

@@ -33,6 +33,9 @@ pub struct Container<'a> {
     pub devices: Vec<Device<'a>>,
     /// It has all devices of the guest.
     pub has_all_devices: bool,
+    /// Program that decides which devices its processes may use (`struct bpf_insn` of Linux, type
+    /// `BPF_PROG_TYPE_CGROUP_DEVICE`); empty: all.
+    pub device_filter: Vec<u64>,
     /// Paths that are hidden.
     pub masked: Strings<'a>,
     /// Paths that cannot be changed.

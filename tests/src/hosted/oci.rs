@@ -28,9 +28,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Programs of the test's root directory, which are one.
-const PROGRAMS: [&str; 18] = [
-    "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "kill", "ls", "mkdir", "mount", "nc",
-    "sh", "sleep", "stat", "stty", "true", "tty",
+const PROGRAMS: [&str; 19] = [
+    "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "kill", "ls", "mkdir", "mknod",
+    "mount", "nc", "sh", "sleep", "stat", "stty", "true", "tty",
 ];
 
 /// An engine's folders, and containers with busybox in them.

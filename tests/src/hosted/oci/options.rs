@@ -39,7 +39,7 @@ pub fn like_runc() -> Result<()> {
     terminal(&engine)?;
     capabilities(&engine)?;
     // It has the guest's devices, and those of the host that the guest knows.
-    let script = "[ -c /dev/kmsg ] && [ -b /dev/loop0 ] && [ -c /dev/own ] && ls /dev | grep -c no";
+    let script = "[ -c /dev/kmsg ] && cat /dev/loop0 && [ -c /dev/own ] && ls /dev | grep -c no";
     let ended = engine.call(&["exec", "o", "sh", "-c", script])?;
     ensure!(ended.stdout == b"0\n", "{}", String::from_utf8_lossy(&ended.stderr));
     let count = engine.succeed(&["exec", "o", "grep", "-c", "^processor", "/proc/cpuinfo"])?;
@@ -53,6 +53,7 @@ pub fn like_runc() -> Result<()> {
     engine.succeed(&["delete", "--force", "o"])?;
     seen(&engine, "poststop", "stopped", 0)?;
     engine.nothing_left("o")?;
+    devices(&engine)?;
     not_started(&engine)?;
     refused(&engine)
 }
@@ -103,6 +104,37 @@ fn capabilities(engine: &Engine) -> Result<()> {
     ensure!(effective(&options, "CapInh")? == "0000000000000000", "inheritable");
     ensure!(effective(&["--no-new-privs"], "NoNewPrivs")? == "1", "privileges");
     engine.refused(&["exec", "--cap", "CAP_NO", "o", "true"], "unknown capability \"CAP_NO\"")
+}
+
+/// A container that is not privileged makes nodes for devices of the guest, but cannot use them,
+/// unless its rules permit it.
+fn devices(engine: &Engine) -> Result<()> {
+    let rule = json!({ "allow": true, "type": "b", "major": 7, "minor": 1, "access": "r" });
+    for (name, rules) in [("plain", json!(null)), ("loop", json!([rule]))] {
+        engine.bundle(name, "sleep 1000", |config| {
+            let sets = ["bounding", "effective", "permitted"].into_iter();
+            config["process"]["capabilities"] =
+                sets.map(|set| (set.to_owned(), json!(["CAP_MKNOD"]))).collect();
+            config["linux"]["resources"]["devices"] = rules;
+        })?;
+        let _input = engine.create(name)?;
+        engine.succeed(&["start", name])?;
+        let use_of = |minor: &str| {
+            let script = format!(
+                "echo x >/dev/null && mknod /tmp/loop{minor} b 7 {minor} && cat /tmp/loop{minor}"
+            );
+            let ended = engine.call(&["exec", name, "sh", "-c", &script])?;
+            Ok::<_, anyhow::Error>(String::from_utf8_lossy(&ended.stderr).into_owned())
+        };
+        let denied = |text: &str| text.contains("/tmp/loop") && text.contains("not permitted");
+        let (first, second) = (use_of("0")?, use_of("1")?);
+        ensure!(denied(&first), "{name}: a device of the guest: {first:?}");
+        let is_right = if name == "loop" { second.is_empty() } else { denied(&second) };
+        ensure!(is_right, "{name}: the other device: {second:?}");
+        engine.succeed(&["delete", "--force", name])?;
+        engine.nothing_left(name)?;
+    }
+    Ok(())
 }
 
 /// A container that was not started is deleted without `--force`.
