@@ -243,6 +243,8 @@ pub struct Client<'m> {
     buffers: u128,
     buffer_count: usize,
     must_signal: bool,
+    /// Forgotten requests are in flight.
+    has_forgotten: bool,
 }
 
 impl<'m> Client<'m> {
@@ -260,6 +262,7 @@ impl<'m> Client<'m> {
             buffers: 0,
             buffer_count: buffers.min(MAX_BUFFERS as u64) as usize,
             must_signal: false,
+            has_forgotten: false,
         })
     }
 
@@ -295,7 +298,13 @@ impl<'m> Client<'m> {
 
     /// Returns whether another request can be submitted.
     pub fn has_room(&self) -> bool {
-        self.pending.iter().any(Option::is_none)
+        !self.has_forgotten && self.pending.iter().any(Option::is_none)
+    }
+
+    /// Lets no request be submitted before all in flight are completed: their issuer has forgotten
+    /// them, and a late write must not undo one of a later request.
+    pub fn forget(&mut self) {
+        self.has_forgotten = self.under_way() != 0;
     }
 
     /// Returns the number of requests in flight.
@@ -304,7 +313,7 @@ impl<'m> Client<'m> {
     }
 
     /// Submits a request, or queues it until the server is connected. `offset` is that of the data
-    /// in the session's memory, 0 without data. `false` if too many requests are in flight.
+    /// in the session's memory, 0 without data. `false` without [room](Self::has_room).
     ///
     /// After one or several submissions, [`take_signal`](Self::take_signal) returns whether to
     /// signal the server.
@@ -317,6 +326,9 @@ impl<'m> Client<'m> {
         offset: u64,
         tag: u64,
     ) -> bool {
+        if self.has_forgotten {
+            return false;
+        }
         let Some(id) = self.pending.iter().position(Option::is_none) else { return false };
         let request = Request { operation, id: id as u16, sectors, sector, offset };
         self.pending[id] = Some(Pending { request, tag, number: self.next_number, sent: false });
@@ -387,6 +399,7 @@ impl<'m> Client<'m> {
             if let Some(slot) = slot
                 && let Some(pending) = slot.take_if(|pending| pending.sent)
             {
+                self.has_forgotten = self.has_forgotten && self.under_way() != 0;
                 return Some(Completion { tag: pending.tag, status });
             }
         }
@@ -604,6 +617,30 @@ mod tests {
         assert!(server.take_signal());
         assert_eq!(client.poll(), Some(Completion { tag: 77, status: Status::Ok }));
         assert_eq!(client.poll(), None);
+    }
+
+    #[test]
+    fn requests_wait_for_those_that_were_forgotten() {
+        let memory = memory(512);
+        let mut client = Client::new(&memory, LENGTH).unwrap();
+        let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
+        connect(&mut client, &mut server);
+        client.forget();
+        assert!(client.has_room(), "there was none");
+        for tag in 0..2 {
+            assert!(client.submit(Operation::Write, 10, 1, DATA, tag));
+        }
+        assert_eq!(client.poll(), None);
+        let late = [server.take().unwrap(), server.take().unwrap()];
+        client.forget();
+        for (tag, request) in late.into_iter().enumerate() {
+            assert!(!client.has_room());
+            assert!(!client.submit(Operation::Write, 10, 1, DATA + 512, 3));
+            server.complete(request.id, Status::Ok);
+            assert_eq!(client.poll().map(|it| it.tag), Some(tag as u64));
+        }
+        assert!(client.has_room());
+        assert!(client.submit(Operation::Write, 10, 1, DATA + 512, 3));
     }
 
     #[test]

@@ -69,6 +69,8 @@ pub mod local {
     pub const ICR_PENDING: u32 = 1 << 12;
     /// [`ICR_LOW`]: level "assert".
     pub const ICR_ASSERT: u32 = 1 << 14;
+    /// Interrupt command: the trigger is a level.
+    pub const ICR_LEVEL: u32 = 1 << 15;
     /// [`ICR_LOW`]: destination shorthand; 0: none.
     pub const ICR_SHORTHAND: u32 = 3 << 18;
     /// [`ICR_LOW`]: shorthand "all excluding self".

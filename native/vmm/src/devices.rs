@@ -466,6 +466,7 @@ impl Block for DiskSession {
 
     fn forget(&mut self) {
         self.generation = self.generation.wrapping_add(1);
+        self.client.forget();
     }
 }
 

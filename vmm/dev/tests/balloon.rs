@@ -54,6 +54,8 @@ fn free_pages_are_reported() {
             // Complete pages only.
             let discarded = std::mem::take(&mut given(&mut rig).discarded);
             assert_eq!(discarded, [(0x4000, 0x3000), (0x9000, 0x1000)]);
+            rig.send(queue, &[(u64::MAX - 255, 0, true)]);
+            assert_eq!(given(&mut rig).discarded, []);
         }
     }
 }

@@ -207,6 +207,41 @@ fn merged_buffers() {
     assert_eq!(received, long);
 }
 
+/// A frame for which even a full queue has no room is dropped, although buffers may follow.
+#[test]
+fn a_long_frame_does_not_stop_the_next_one() {
+    let mut rig = rig(ALL);
+    supply(&mut rig, 3, 200);
+    for length in [256 * 200 - 11, 60] {
+        port(&mut rig).waiting.push_back((Offload::default(), frame(length)));
+    }
+    rig.wake();
+    assert_eq!(rig.used(RECEIVE), [(0, 72)]);
+    port(&mut rig).waiting.push_back((Offload::default(), frame(256 * 200 - 12)));
+    rig.wake();
+    assert_eq!(port(&mut rig).waiting.len(), 1, "a full queue holds it");
+}
+
+#[test]
+fn frames_longer_than_the_mtu_are_dropped() {
+    let info = NetInfo { mac: MAC_ADDRESS, mtu: 1500, ..NetInfo::default() };
+    for (features, used) in [(ALL, 4), (ALL & !F_MTU, 6)] {
+        let mut rig = Rig::ready(NetCard::new(info), features, |env| {
+            env.port = Some(ScriptPort { room: 1000, ..ScriptPort::default() });
+        });
+        supply(&mut rig, 8, 1526);
+        let plain = Offload::default();
+        let segments = Offload { needs_csum: true, segments: Segments::Tcp6, ..plain };
+        // Each takes two buffers.
+        for (offload, length) in [(plain, 1518), (plain, 1519), (segments, 3000)] {
+            port(&mut rig).waiting.push_back((offload, frame(length)));
+        }
+        rig.wake();
+        assert!(port(&mut rig).waiting.is_empty());
+        assert_eq!(rig.used(RECEIVE).len(), used);
+    }
+}
+
 /// With event index the driver notifies for buffers after all present ones, not for the next one.
 #[test]
 fn the_driver_notifies_of_more_buffers() {

@@ -163,6 +163,8 @@ fn special_nested_mode_lets_the_slave_interrupt_itself() {
         let mut pic = ready(&mut env, icw4);
         pulse(&mut pic, 12);
         assert_eq!(pic.acknowledge(), 0x3c);
+        pulse(&mut pic, 4);
+        assert!(!pic.intr(), "a lower priority than the slave's");
         pulse(&mut pic, 9);
         assert_eq!(pic.intr(), nested);
     }

@@ -250,7 +250,8 @@ fn interrupt_commands() {
     assert_eq!(apic.pending(), None, "all but self");
     let init = DELIVER_INIT | ICR_ASSERT;
     assert_eq!(send(&mut apic, &mut env, 2, init).0, [message(2, INIT, 0)]);
-    assert!(send(&mut apic, &mut env, 2, DELIVER_INIT | 1 << 15).0.is_empty(), "de-assertion");
+    assert!(send(&mut apic, &mut env, 2, DELIVER_INIT | ICR_LEVEL).0.is_empty(), "de-assertion");
+    assert_eq!(send(&mut apic, &mut env, 2, DELIVER_INIT).0, [message(2, INIT, 0)], "an edge");
     assert_eq!(send(&mut apic, &mut env, 2, DELIVER_STARTUP | 8).0, [message(2, STARTUP, 8)]);
     assert_eq!(
         send(&mut apic, &mut env, 0, 2 << 18 | 0x43),

@@ -239,6 +239,8 @@ impl<const CPUS: usize> Gic<CPUS> {
         let (word, _) = shared(number)?;
         let route = self.routes[word][number as usize % 32];
         let cpu = match self.version {
+            // Targets of the only CPU cannot be written (GICv2, section 4.3.12).
+            Version::V2 if self.cpus == 1 => 0,
             Version::V2 => route.trailing_zeros() as usize,
             Version::V3 if route & ANY != 0 => 0,
             Version::V3 => usize::try_from(route).ok()?,

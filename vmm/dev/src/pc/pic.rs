@@ -174,12 +174,12 @@ impl Pic {
         if self.special_mask {
             blocking &= !self.imr;
         }
-        if self.special_nested && !self.slave {
-            // A slave in service does not block a further, higher request of the same slave.
-            blocking &= !(1 << CASCADE);
-        }
         let rank = self.rank(wanted);
-        (rank < self.rank(blocking)).then_some((self.first + rank) & 7)
+        let input = (self.first + rank) & 7;
+        // A slave in service does not block a further, higher request of the same slave.
+        let is_of_slave = self.special_nested && !self.slave && input == CASCADE;
+        let limit = self.rank(blocking) + u8::from(is_of_slave);
+        (rank < limit).then_some(input)
     }
 
     fn acknowledge(&mut self, input: u8) {

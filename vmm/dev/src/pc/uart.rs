@@ -323,6 +323,11 @@ impl Uart {
     }
 
     fn transmit(&mut self, byte: u8, env: &mut dyn Env) {
+        // A byte withdraws the interrupt of the empty transmitter (PC16550D, "Interrupt Control
+        // Functions"): a driver that has not read the cause gets another edge.
+        if core::mem::take(&mut self.tx_event) && self.ier & IER_TX != 0 {
+            self.update_line(env);
+        }
         if self.mcr & MCR_LOOP != 0 {
             if self.rx.len < self.capacity() {
                 self.rx.push(byte);
@@ -335,7 +340,6 @@ impl Uart {
         } else if self.tx.len == 0 && env.put(byte) {
             self.tx_event = true;
         } else {
-            self.tx_event = false;
             // A guest that ignores the "empty" bits loses bytes, as on the chip.
             if self.tx.len < self.capacity() {
                 self.tx.push(byte);

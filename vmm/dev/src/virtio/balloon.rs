@@ -135,7 +135,8 @@ impl Balloon {
             if !memory.contains(part.address, part.length.into()) {
                 return;
             }
-            let start = part.address.next_multiple_of(PAGE_SIZE);
+            // One without bytes may be anywhere.
+            let Some(start) = part.address.checked_next_multiple_of(PAGE_SIZE) else { return };
             let end = (part.address + u64::from(part.length)) & !(PAGE_SIZE - 1);
             discard(backend, memory, start, end.saturating_sub(start));
         }

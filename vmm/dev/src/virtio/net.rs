@@ -63,6 +63,8 @@ use spec::*;
 
 /// Entries of each queue.
 const ENTRIES: u16 = 256;
+/// Bytes before a packet in a frame: an Ethernet header with the tag of a VLAN.
+const HEADERS: u32 = 14 + 4;
 
 /// A network device.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -181,7 +183,9 @@ impl NetCard {
                 return Ok(());
             };
             let receipt = match self.header(offload) {
-                Some(header) if length <= MAX_FRAME => self.receive_one(&header, length, env)?,
+                Some(header) if length <= self.most(offload) => {
+                    self.receive_one(&header, length, env)?
+                }
                 _ => Receipt::Done,
             };
             match receipt {
@@ -195,6 +199,15 @@ impl NetCard {
         }
         more(env);
         Ok(())
+    }
+
+    /// Longest frame in bytes that the guest may get: with an MTU that it knows no longer one
+    /// (section 5.1.4.1), and its tag of a VLAN.
+    fn most(&self, offload: Offload) -> u32 {
+        match offload.segments {
+            Segments::None if self.has(F_MTU) => u32::from(self.info.mtu) + HEADERS,
+            _ => MAX_FRAME,
+        }
     }
 
     /// Offload header for the guest; `None` if it does not accept the offload.
@@ -235,18 +248,19 @@ impl NetCard {
                     continue;
                 }
                 *queue = before;
-                return Ok(Receipt::NoBuffers);
+                // A frame that the whole queue would not hold must not stop those after it.
+                let whole = u64::from(copied + HEADER as u32) * u64::from(queue.size());
+                let wanted = u64::from(length + HEADER as u32) * u64::from(buffers);
+                let waits = buffers == 0 || whole >= wanted;
+                return Ok(if waits { Receipt::NoBuffers } else { Receipt::Done });
             };
             let head = if first.is_none() { HEADER as u32 } else { 0 };
             let room = chain.writable.checked_sub(head).ok_or(RingError::Short)?;
             let part = room.min(length - copied);
-            // Even all buffers are too small, or a frame exceeds its only one.
-            if buffers == queue.size() || !merged && part < length {
+            // The frame exceeds its only buffer.
+            if !merged && part < length {
                 *queue = before;
-                if !merged {
-                    return Ok(Receipt::Done);
-                }
-                return Err(RingError::Short);
+                return Ok(Receipt::Done);
             }
             let Some((port, memory)) = env.net() else {
                 *queue = before;

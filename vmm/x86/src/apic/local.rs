@@ -485,8 +485,8 @@ impl LocalApic {
         }
         match delivery {
             FIXED | LOWEST | SMI | NMI | STARTUP => {}
-            // The de-assertion only synchronises arbitration ids, which are not modelled.
-            INIT if low & ICR_ASSERT == 0 => return,
+            // The de-assertion, of a level, only synchronises arbitration ids, which are not modelled.
+            INIT if low & (ICR_ASSERT | ICR_LEVEL) == ICR_LEVEL => return,
             INIT => {}
             _ => return env.missing("local APIC: delivery mode", low.into()),
         }

@@ -189,6 +189,20 @@ fn targets_of_a_gicv2() {
 }
 
 #[test]
+fn one_cpu_is_the_target_of_all() {
+    let mut gic = Gic::<1>::new(Version::V2, 1);
+    gic.write_distributor(0, word(CTLR), 1);
+    gic.write_distributor(0, word(ISENABLER + 4), 1);
+    gic.write_distributor(0, word(spec::ITARGETSR + 32), 0xff);
+    let targets = |number| gic.read_distributor(0, word(spec::ITARGETSR + number));
+    assert_eq!([0, 32].map(targets), [0, 0], "read as zero");
+    gic.write_distributor(0, word(spec::ITARGETSR + 32), 0);
+    gic.set_level(32, true);
+    let virqs: Vec<u32> = core::iter::from_fn(|| gic.take_virq(0)).map(|it| it.number).collect();
+    assert_eq!(virqs, [32]);
+}
+
+#[test]
 fn no_access_to_a_gicv2_is_fatal() {
     let mut gic = enabled_v2();
     for offset in 0..LENGTH {

@@ -42,8 +42,11 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
-    /// Targets of an interrupt. Private ones have the CPU that reads.
+    /// Targets of an interrupt. Private ones have the CPU that reads; with one CPU there are none.
     fn targets(&self, cpu: usize, number: u32) -> Option<u8> {
+        if self.cpus == 1 {
+            return None;
+        }
         if number < FIRST_SHARED {
             return Some(1 << (cpu % MAX_CPUS));
         }
