@@ -35,6 +35,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -428,7 +429,39 @@ pub fn ends() -> Result<()> {
     full.stdin(Stdio::null()).stdout(File::create("/dev/full").context("no /dev/full")?);
     let output = full.output().context("cannot start parador")?;
     ensure!(output.status.code() == Some(71), "full output: {output:?}");
+    unread_output(&rig)
+}
+
+/// A VM whose output has no room ends by its time limit and by a signal.
+fn unread_output(rig: &Rig) -> Result<()> {
+    let limited = |time: &str| {
+        let mut command = parador(rig.folder.path());
+        command.arg("run").arg(&rig.kernel).args(["-i", "busybox", "--backend", "process"]);
+        command.args(["--timeout", time, "-p", "parador.run=\"yes\""]);
+        command
+    };
+    let mut child = start(&mut limited("5s"))?;
+    ensure!(ended_within(&mut child, 4 * GONE)? == Some(124), "the time limit had no effect");
+    let mut child = start(&mut limited("120s"))?;
+    // The pipe must be full.
+    sleep(Duration::from_secs(5));
+    succeed(Command::new("kill").arg(child.id().to_string()))?;
+    ensure!(ended_within(&mut child, GONE)? == Some(143), "the signal had no effect");
     Ok(())
+}
+
+/// Waits for the end of a process; `None`: it had to be killed.
+fn ended_within(child: &mut Child, limit: Duration) -> Result<Option<i32>> {
+    let begun = Instant::now();
+    while begun.elapsed() < limit {
+        if let Some(status) = child.try_wait().context("cannot wait for parador")? {
+            return Ok(status.code());
+        }
+        sleep(Duration::from_millis(50));
+    }
+    child.kill().context("cannot kill parador")?;
+    child.wait().context("cannot wait for parador")?;
+    Ok(None)
 }
 
 /// Stress of all kinds of system calls for some seconds, on one vCPU and on two.

@@ -3,6 +3,7 @@
 //! Messages of the VM's processes pass through here, too. A guest may have caused them, so each is
 //! reduced to one line of plain text.
 
+use crate::streams;
 use clap::ValueEnum;
 use proto::hosted::log;
 use schemars::JsonSchema;
@@ -10,13 +11,16 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fmt;
-use std::io::{Write, stderr};
+use std::io::stderr;
 use std::mem;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// Most bytes kept of the messages of the VM's processes.
 const MAX_BYTES: usize = 16 << 10;
+/// Time in which standard error must take a message.
+const PATIENCE: Duration = Duration::from_secs(2);
 /// Source name of `parador` itself.
 const OWN: &str = "parador";
 
@@ -127,17 +131,22 @@ pub fn emit(level: Level, text: &str, more: More<'_>) {
     }
 }
 
-/// Writes to standard error, and ignores that its reader or terminal has gone, or the disk is full:
-/// `eprint` would panic, and end a running VM.
+/// Writes to standard error, and ignores that its reader or terminal has gone or does not keep up,
+/// or the disk is full: `eprint` would panic, or wait, and end or stop a running VM.
 pub fn to_stderr(text: fmt::Arguments<'_>) {
-    let _ = stderr().lock().write_fmt(text);
+    write_to_stderr(text.to_string().as_bytes());
+}
+
+fn write_to_stderr(bytes: &[u8]) {
+    let all = stderr().lock();
+    let _ = streams::write_within(all.as_fd(), bytes, PATIENCE);
 }
 
 fn print(record: &Record<'_>) {
     // Numbers and strings always serialize. A write error has no receiver.
     let mut line = serde_json::to_vec(record).unwrap_or_default();
     line.push(b'\n');
-    let _ = stderr().lock().write_all(&line);
+    write_to_stderr(&line);
 }
 
 fn now() -> String {

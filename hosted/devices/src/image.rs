@@ -13,7 +13,7 @@
 //! ([`refcounts`]).
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -317,7 +317,8 @@ impl<S: Storage + 'static> Disk<S> {
     fn report_error(&self, error: &io::Error) {
         if !self.has_told.swap(true, Relaxed) {
             let cause = Cause::new(error.raw_os_error(), error);
-            eprintln!("parador: qcow2 image: {cause}");
+            // It may have no reader.
+            let _ = writeln!(io::stderr(), "parador: qcow2 image: {cause}");
         }
     }
 }

@@ -5,6 +5,8 @@
 //! time, so requests are copied before they are checked. Before the first request, a process drops
 //! all privileges that it does not need ([`confine`]): a forbidden system call kills it, and the VM
 //! with it.
+// It panics where standard error cannot be written: a full disk or a closed pipe would end the VM.
+#![deny(clippy::print_stderr)]
 
 mod confine;
 mod footprint;

@@ -1,20 +1,21 @@
 //! Host ends of a VM's serial line and virtio console.
 //!
-//! Only standard output can block a VM. Any other reader that does not keep up loses output: the VM
-//! never waits for the users of its console.
+//! A reader of standard output or of a file (a pipe, say) that does not keep up stops the VM's
+//! output, but not `parador`. Any other reader that does not keep up loses output: the VM never
+//! waits for the users of its console.
 
 mod tail;
 
 use crate::config::console::Target;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, say};
-use hosted_command::streams;
+use hosted_command::streams::Output;
 use rustix::fs::Mode;
 use rustix::io::{Errno, read};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::stdio::{stderr, stdin, stdout};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -24,11 +25,11 @@ use tail::TailFile;
 /// Open host end of a console line.
 pub enum HostConsole {
     /// Standard input and output.
-    Stdio,
+    Stdio(Output),
     /// No connection.
     Null,
     /// A file, for output only.
-    File(File),
+    File(Output),
     /// A file with the end of the output.
     Tail(TailFile),
     /// A pseudoterminal. Its other end stays open, which prevents a hang-up.
@@ -73,17 +74,15 @@ impl HostConsole {
     /// A file or socket cannot be created: code 66, 71 or 77.
     pub fn open(target: &Target, name: &str) -> Result<Self, Failure> {
         Ok(match target {
-            Target::Stdio => Self::Stdio,
+            Target::Stdio => Self::stdio()?,
             Target::Null => Self::Null,
             Target::File(path) => Self::File(match own_stream(path) {
-                Some(stream) => {
-                    let copy = stream.try_clone_to_owned();
-                    copy.os_error("duplicate a descriptor")?.into()
-                }
+                Some(stream) => Output::new(stream).os_error("duplicate a descriptor")?,
                 None => {
                     let mut options = OpenOptions::new();
                     let opened = options.write(true).create(true).truncate(true).open(path);
-                    opened.file_error("write", path)?
+                    let opened = opened.file_error("write", path)?;
+                    Output::new(opened.as_fd()).os_error("duplicate a descriptor")?
                 }
             }),
             Target::Tail(path) => Self::Tail(TailFile::create(path).file_error("write", path)?),
@@ -99,23 +98,51 @@ impl HostConsole {
         })
     }
 
+    /// Returns standard input and output.
+    ///
+    /// # Errors
+    /// Standard output is closed: 71.
+    pub fn stdio() -> Result<Self, Failure> {
+        Output::new(stdout()).map(Self::Stdio).os_error("duplicate standard output")
+    }
+
     /// Returns whether this is standard input and output.
     pub fn is_stdio(&self) -> bool {
-        matches!(self, Self::Stdio)
+        matches!(self, Self::Stdio(_))
+    }
+
+    /// Returns the descriptor to poll for room, if output waits for it: no more should be written
+    /// until [`flush`](Self::flush) has written that.
+    pub fn waits(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Stdio(output) | Self::File(output) => output.waits(),
+            _ => None,
+        }
+    }
+
+    /// Writes output that waited for room.
+    ///
+    /// # Errors
+    /// Those of [`write`](Self::write).
+    pub fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Stdio(output) | Self::File(output) => output.flush(),
+            _ => Ok(()),
+        }
     }
 
     /// Returns whether there is a reader of the output: for a socket, a client.
     pub fn is_connected(&self) -> bool {
         match self {
             Self::Unix(socket) => socket.client.is_some(),
-            Self::Stdio | Self::Null | Self::File(_) | Self::Tail(_) | Self::Pty { .. } => true,
+            _ => true,
         }
     }
 
     /// Returns the descriptor to poll for input or connections.
     pub fn input(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Stdio => Some(stdin()),
+            Self::Stdio(_) => Some(stdin()),
             Self::Null | Self::File(_) | Self::Tail(_) => None,
             Self::Pty { master, .. } => Some(master.as_fd()),
             Self::Unix(socket) => Some(match &socket.client {
@@ -128,7 +155,7 @@ impl HostConsole {
     /// Reads available input.
     pub fn read(&mut self, buffer: &mut [u8]) -> Input {
         let result = match self {
-            Self::Stdio => read(stdin(), buffer),
+            Self::Stdio(_) => read(stdin(), buffer),
             Self::Null | Self::File(_) | Self::Tail(_) => Ok(0),
             Self::Pty { master, .. } => read(&*master, buffer),
             Self::Unix(socket) => {
@@ -158,15 +185,14 @@ impl HostConsole {
         }
     }
 
-    /// Writes guest output.
+    /// Writes guest output. Standard output and files keep what they have no room for.
     ///
     /// # Errors
     /// Only standard output and files return errors.
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Self::Stdio => streams::write_all(stdout(), bytes),
+            Self::Stdio(output) | Self::File(output) => output.write(bytes),
             Self::Null => Ok(()),
-            Self::File(file) => file.write_all(bytes),
             Self::Tail(tail) => tail.append(bytes),
             Self::Pty { master, .. } => {
                 // Output is lost without a reader.

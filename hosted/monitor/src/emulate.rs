@@ -81,7 +81,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
     let (end, messages) = machine.serve(
         limit,
         &keys(&system.console_clients()),
-        &mut HostConsole::Stdio,
+        &mut HostConsole::stdio()?,
         None,
         None,
     )?;

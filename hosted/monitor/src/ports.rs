@@ -88,6 +88,8 @@ pub enum PortSource {
     Room,
     /// Input or a connection of the port with this index.
     Input(usize),
+    /// Room for output of the port with this index.
+    Output(usize),
 }
 
 /// Connects the ports with a running VM.
@@ -125,15 +127,24 @@ impl<'a> PortMux<'a> {
         mux
     }
 
-    /// Returns whether the VM can still send frames.
+    /// Returns whether the VM can still send frames, or output of its ports waits for room.
     pub fn is_open(&self) -> bool {
-        self.is_open
+        self.is_open || self.waits().next().is_some()
+    }
+
+    /// Output that waits for room.
+    fn waits(&self) -> impl Iterator<Item = (PortSource, BorrowedFd<'_>, PollFlags)> {
+        let lines = self.lines.iter().enumerate().filter(|(_, line)| !line.has_failed);
+        lines.filter_map(|(index, line)| {
+            Some((PortSource::Output(index), line.port.end.waits()?, PollFlags::OUT))
+        })
     }
 
     /// Returns the descriptors to poll and the events to wait for.
     pub fn interest(&self) -> Vec<(PortSource, BorrowedFd<'_>, PollFlags)> {
         let stream = self.stream.as_fd();
-        let frames = self.is_open.then_some((PortSource::Frames, stream, PollFlags::IN));
+        let is_read = self.is_open && self.waits().next().is_none();
+        let frames = is_read.then_some((PortSource::Frames, stream, PollFlags::IN));
         let has_frames = self.is_open && !self.pending.is_empty();
         let room = has_frames.then_some((PortSource::Room, stream, PollFlags::OUT));
         let has_room = self.is_open && self.pending.len() < MAX_PENDING;
@@ -142,7 +153,7 @@ impl<'a> PortMux<'a> {
             let fd = line.port.end.input()?;
             Some((PortSource::Input(index), fd, PollFlags::IN))
         });
-        frames.into_iter().chain(room).chain(inputs).collect()
+        frames.into_iter().chain(room).chain(inputs).chain(self.waits()).collect()
     }
 
     /// Handles an event. `keys` are those of a terminal in raw mode. Returns `true` if the user
@@ -158,6 +169,10 @@ impl<'a> PortMux<'a> {
                 Ok(false)
             }
             PortSource::Input(index) => Ok(self.input(index, keys)),
+            PortSource::Output(index) => {
+                let written = self.lines[index].port.end.flush();
+                self.written(index, written).map(|()| false)
+            }
         }
     }
 
@@ -257,16 +272,23 @@ impl<'a> PortMux<'a> {
             }
             FrameKind::Data if line.has_failed => {}
             FrameKind::Data => {
-                match line.port.end.write(data) {
-                    Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                        line.has_failed = true;
-                    }
-                    written => written.os_error("write the output of a port")?,
-                }
-                self.report_state(index);
+                let written = line.port.end.write(data);
+                self.written(index, written)?;
             }
             FrameKind::Define => {}
         }
+        Ok(())
+    }
+
+    /// Handles the result of a write: a port without a reader has failed.
+    fn written(&mut self, index: usize, result: io::Result<()>) -> Result<(), Failure> {
+        match result {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                self.lines[index].has_failed = true;
+            }
+            written => written.os_error("write the output of a port")?,
+        }
+        self.report_state(index);
         Ok(())
     }
 }

@@ -212,7 +212,11 @@ impl<'a> ConsoleLine<'a> {
         let reads = self.input_open && self.pending.is_empty();
         let keyboard = self.console.input().filter(|_| reads);
         let keyboard = keyboard.map(|fd| (Source::Keyboard(index), fd, PollFlags::IN));
-        let output = (Source::Output(index), self.output, PollFlags::IN);
+        // No more is read while output waits for room.
+        let output = match self.console.waits() {
+            Some(console) => (Source::Room(index), console, PollFlags::OUT),
+            None => (Source::Output(index), self.output, PollFlags::IN),
+        };
         let input = (Source::Input(index), self.input, PollFlags::OUT);
         let output = self.output_open.then_some(output);
         let input = (!self.pending.is_empty()).then_some(input);
@@ -253,6 +257,8 @@ enum Source {
     DeviceProcess(usize),
     /// Output of the console line with this index.
     Output(usize),
+    /// Room for such output on the host.
+    Room(usize),
     Errors,
     Keyboard(usize),
     Input(usize),
@@ -300,6 +306,11 @@ impl EventHandler for VmEvents<'_, '_> {
                     }
                     Flow::Ended(cause) => Some(cause),
                 }
+            }
+            Source::Room(index) => {
+                let console = &mut *self.lines[index].console;
+                let flushed = console.flush();
+                written(flushed, console)?
             }
             Source::Errors => {
                 self.receive_errors()?;
@@ -384,10 +395,16 @@ fn pass(from: BorrowedFd<'_>, console: &mut HostConsole) -> Result<Flow, Failure
     if length == 0 {
         return Ok(Flow::Closed);
     }
-    match console.write(&buffer[..length]) {
-        Ok(()) => Ok(Flow::Open),
+    let result = console.write(&buffer[..length]);
+    written(result, console).map(|end| end.map_or(Flow::Open, Flow::Ended))
+}
+
+/// Handles the result of a write to a console; returns the end of a VM whose reader has gone.
+fn written(result: io::Result<()>, console: &HostConsole) -> Result<Option<ExitCause>, Failure> {
+    match result {
+        Ok(()) => Ok(None),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            Ok(Flow::Ended(ExitCause::OutputClosed))
+            Ok(Some(ExitCause::OutputClosed))
         }
         Err(error) if console.is_stdio() => Err(Failure::os("write to standard output", &error)),
         Err(error) => Err(Failure::os("write the console output", &error)),

@@ -1,7 +1,7 @@
 //! Dirty bit in the header of a qcow2 image that is open for writing.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refcounts::{COMMAND, Header, ImageError};
@@ -41,10 +41,13 @@ impl Marker {
     fn repair(&self) -> Result<(), ImageError> {
         let found = self.header.rebuild(&self.file)?;
         self.file.sync_data()?;
-        eprintln!(
+        // It may have no reader.
+        let _ = writeln!(
+            io::stderr(),
             "parador: a qcow2 image was not closed; its reference counts have been rebuilt \
              ({} clusters were lost, {} were not counted)",
-            found.leaked, found.missing
+            found.leaked,
+            found.missing
         );
         Ok(())
     }
