@@ -1,22 +1,47 @@
 //! Files that the user names, read with a limit: a device or a pipe may have no end.
 
 use crate::failure::{self, Failure, IoContext};
-use rustix::fs::OFlags;
+use rustix::fs::{FsWord, OFlags, fstatfs};
 use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 /// Most bytes of a description or configuration.
 const MAX_TEXT: u64 = 16 << 20;
+/// File system of pipes without a name (`PIPEFS_MAGIC` in Linux' `uapi/linux/magic.h`).
+const PIPES: FsWord = 0x5049_5045;
+
+/// Opens a file to read it, but no named pipe, for whose writer this would wait. Pipes that the
+/// caller has open, such as `<(COMMAND)` of a shell and `/dev/stdin`, are read.
+///
+/// # Errors
+/// It is a named pipe: 65. It cannot be read.
+pub fn open(path: &Path) -> Result<File, Failure> {
+    open_unless_named_pipe(path).file_error("read", path)?.ok_or_else(|| {
+        let text = format!("{} is neither a file nor a block device", path.display());
+        Failure::new(failure::BAD_CONFIG, text)
+    })
+}
+
+/// Opens a file; `None`: it is a named pipe.
+fn open_unless_named_pipe(path: &Path) -> io::Result<Option<File>> {
+    let mut options = File::options();
+    let found = options.read(true).custom_flags(OFlags::PATH.bits().cast_signed()).open(path)?;
+    if found.metadata()?.file_type().is_fifo() && fstatfs(&found)?.f_type != PIPES {
+        return Ok(None);
+    }
+    // The same file, whatever the path leads to meanwhile.
+    File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map(Some)
+}
 
 /// Reads a file of at most `limit` bytes.
 ///
 /// # Errors
-/// It has more: 65. It cannot be read.
+/// It has more, or is a named pipe: 65. It cannot be read.
 pub fn bytes(path: &Path, limit: u64) -> Result<Vec<u8>, Failure> {
-    let opened = File::open(path).file_error("read", path)?;
-    all(opened, path, limit)
+    all(open(path)?, path, limit)
 }
 
 /// Reads a regular file of at most 16 MiB, as programs write descriptions for others.
@@ -57,7 +82,7 @@ fn all(from: impl Read, path: &Path, limit: u64) -> Result<Vec<u8>, Failure> {
 /// Reads a description or configuration.
 ///
 /// # Errors
-/// It is no UTF-8 text, or has more than 16 MiB: 65. It cannot be read.
+/// It is no UTF-8 text, has more than 16 MiB, or is a named pipe: 65. It cannot be read.
 pub fn text(path: &Path) -> Result<String, Failure> {
     String::from_utf8(bytes(path, MAX_TEXT)?).map_err(|_| {
         Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", path.display()))
@@ -69,6 +94,10 @@ mod tests {
     use super::*;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::fs;
+    use std::io::Write;
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
 
     #[test]
     fn only_regular_files_are_read() {
@@ -82,6 +111,23 @@ mod tests {
         let file = folder.path().join("file");
         fs::write(&file, "text").unwrap();
         assert_eq!(regular(&file).unwrap(), b"text");
+    }
+
+    #[test]
+    fn named_pipes_are_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(bytes(&path, 9).and_then(|_| open(&path))));
+        let failure = receiver.recv_timeout(Duration::from_secs(20)).expect("an end").unwrap_err();
+        assert_eq!(failure.code(), failure::BAD_CONFIG);
+        assert!(failure.to_string().contains("neither a file nor a block device"), "{failure}");
+        let (reader, mut writer) = io::pipe().unwrap();
+        writer.write_all(b"text").unwrap();
+        drop(writer);
+        let path = format!("/dev/fd/{}", reader.as_raw_fd());
+        assert_eq!(text(Path::new(&path)).unwrap(), "text", "a pipe of the caller");
     }
 
     #[test]

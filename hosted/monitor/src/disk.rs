@@ -7,9 +7,9 @@ use hosted_command::failure::{self, Failure, IoContext};
 use hosted_devices::Base;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
-use std::os::fd::AsFd;
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -62,17 +62,7 @@ impl DiskConfig {
             ));
         }
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
-        let is_block_device =
-            path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
-        let is_exclusive = is_block_device && !self.is_only_read();
-        let mut file = self.open_file(is_exclusive)?;
-        let kind = file.metadata().map_err(|error| failed("examine disk", error))?.file_type();
-        if kind.is_block_device() != is_block_device {
-            return Err(self.refuse("was replaced while it was being opened"));
-        }
-        if !kind.is_file() && !kind.is_block_device() {
-            return Err(self.refuse("is neither a file nor a block device"));
-        }
+        let (mut file, kind) = self.open_file()?;
         lock::lock(&file, path, self.is_only_read())?;
         let is_image = self.is_image();
         if is_image && !kind.is_file() {
@@ -183,14 +173,29 @@ impl DiskConfig {
         }
     }
 
-    /// Opens the file. `is_exclusive` refuses a block device that is mounted or in use by the host
-    /// for swap or as part of another device (open(2), `O_EXCL`).
-    fn open_file(&self, is_exclusive: bool) -> Result<File, Failure> {
-        let flags = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
+    /// Opens the file and returns its kind. A block device that is written is opened exclusively,
+    /// which refuses one that is mounted or in use by the host for swap or as part of another
+    /// device (open(2), `O_EXCL`).
+    fn open_file(&self) -> Result<(File, FileType), Failure> {
+        let failed = |error: &io::Error| Failure::file("open disk", &self.path, error);
+        let unsuitable = || self.refuse("is neither a file nor a block device");
+        let flags = |flags: OFlags| flags.bits().cast_signed();
         let mut options = OpenOptions::new();
-        options.read(true).write(!self.is_only_read()).custom_flags(flags.bits().cast_signed());
-        options.open(&self.path).map_err(|error| {
-            let failure = Failure::file("open disk", &self.path, &error);
+        let found = options.read(true).custom_flags(flags(OFlags::PATH)).open(&self.path);
+        let found = found.map_err(|error| failed(&error))?;
+        let kind = found.metadata().map_err(|error| failed(&error))?.file_type();
+        let is_suitable = kind.is_file() || kind.is_block_device();
+        // Checked before: opening a pipe or a terminal may wait.
+        if !is_suitable && !kind.is_dir() {
+            return Err(unsuitable());
+        }
+        let is_exclusive = kind.is_block_device() && !self.is_only_read();
+        let exclusive = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
+        options.write(!self.is_only_read()).custom_flags(flags(exclusive));
+        // The same file, whatever the path leads to meanwhile.
+        let opened = options.open(format!("/proc/self/fd/{}", found.as_raw_fd()));
+        let file = opened.map_err(|error| {
+            let failure = failed(&error);
             match failure.code() {
                 _ if is_exclusive && error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
                     let text = format!("disk {} is in use by the host", self.path.display());
@@ -201,7 +206,8 @@ impl DiskConfig {
                     .help("add ro=on for read-only access, or overlay=on to discard the changes"),
                 _ => failure,
             }
-        })
+        })?;
+        if is_suitable { Ok((file, kind)) } else { Err(unsuitable()) }
     }
 
     fn refuse(&self, text: &str) -> Failure {
@@ -245,7 +251,10 @@ impl Disk {
 mod tests {
     use super::*;
     use crate::config::disk::parse;
+    use rustix::fs::{CWD, Mode, mknodat};
     use std::process::{Command, Stdio};
+    use std::sync::mpsc;
+    use std::thread;
     use std::time::{Duration, Instant};
 
     #[test]
@@ -284,6 +293,22 @@ mod tests {
         images(folder.path());
         let folder = parse(folder.path().to_str().unwrap()).unwrap();
         assert!(folder.open(0).is_err());
+    }
+
+    #[test]
+    fn pipes_are_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        mknodat(CWD, &path, rustix::fs::FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        for more in ["", ",ro=on", ",overlay=on", ",format=qcow2,ro=on"] {
+            let disk = parse(&format!("{}{more}", path.display())).unwrap();
+            let (sender, receiver) = mpsc::channel();
+            thread::spawn(move || sender.send(disk.open(0)));
+            let failure = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+            let failure = failure.unwrap_err();
+            assert_eq!(failure.code(), failure::BAD_CONFIG, "{more}");
+            assert!(failure.to_string().contains("neither a file nor a block device"), "{failure}");
+        }
     }
 
     /// Excludes QEMU tools and `parador` from each other's disks.

@@ -2,7 +2,7 @@
 //! other side, without privileges. It runs as a child, sandboxes itself, and exits when the VM's
 //! end of its socket is closed.
 
-use crate::config::net::Forward;
+use crate::config::net::{Forward, RESOLVER, ROUTER};
 use crate::descriptors;
 use crate::relay;
 use crate::switch::STREAM_MTU;
@@ -44,7 +44,8 @@ fn forward_arguments(forward: &Forward) -> [String; 2] {
 /// Returns the arguments of passt for a guest with this address.
 fn network_arguments(address: &Ipv4Addr) -> Vec<String> {
     let [a, b, c, _] = address.octets();
-    let [gateway, resolver] = [2, 3].map(|last| Ipv4Addr::new(a, b, c, last).to_string());
+    let [gateway, resolver] =
+        [ROUTER, RESOLVER].map(|last| Ipv4Addr::new(a, b, c, last).to_string());
     let own = [("--address", address.to_string()), ("--netmask", "24".to_owned())];
     let others = [("--gateway", gateway), ("--dns-forward", resolver)];
     own.into_iter().chain(others).flat_map(|(name, value)| [name.to_owned(), value]).collect()

@@ -4,11 +4,10 @@ use crate::config::Config;
 use crate::disk::{self, Disk};
 use crate::share::Share;
 use hosted_command::failure::{self, Failure, IoContext};
-use hosted_command::release;
+use hosted_command::{input, release};
 pub use hosted_kbuild::kernel::KernelFile;
 use hosted_loader::KernelReader;
 use std::collections::HashSet;
-use std::fs::File;
 
 /// Open files of a VM.
 pub struct VmFiles {
@@ -35,8 +34,9 @@ impl VmFiles {
     /// It cannot be read, or belongs to another release of Parador.
     pub fn open_kernel(&self) -> Result<KernelReader, Failure> {
         let KernelFile { path, is_installed, .. } = &self.kernel;
-        let opened = File::open(path).and_then(KernelReader::new);
-        let kernel = opened.file_error("read", path).map_err(|failure| {
+        let opened =
+            input::open(path).and_then(|file| KernelReader::new(file).file_error("read", path));
+        let kernel = opened.map_err(|failure| {
             failure.help("`parador kernel build` builds a kernel for the process back end")
         })?;
         match is_installed {

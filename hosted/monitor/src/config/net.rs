@@ -13,6 +13,10 @@ const FORWARD: &str = "hostfwd=";
 /// Longest name of a network device (`IFNAMSIZ` in Linux, terminating zero included).
 const NAME: usize = 15;
 
+/// Last bytes of the addresses of a guest's router and its name server.
+pub const ROUTER: u8 = 2;
+/// See [`ROUTER`].
+pub const RESOLVER: u8 = 3;
 /// Least MTU of Linux' interfaces with IPv4 (RFC 791).
 const MIN_MTU: u16 = 68;
 
@@ -134,6 +138,9 @@ impl NetConfig {
         if self.address.is_some() && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("`address` requires `user` or `passt`".to_owned());
         }
+        if let Some((address, reason)) = self.address.and_then(|it| Some((it, unusable(it)?))) {
+            return Err(format!("`address` must be one for the guest: {address} {reason}"));
+        }
         if self.hostloopback && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("`hostloopback` requires `user` or `passt`".to_owned());
         }
@@ -145,6 +152,19 @@ impl NetConfig {
         }
         Ok(())
     }
+}
+
+/// Returns the reason why a guest cannot have an address; `None`: it can.
+fn unusable(address: Ipv4Addr) -> Option<&'static str> {
+    Some(match address.octets() {
+        // "This network", loopback, multicast and reserved addresses (RFC 6890).
+        [0 | 127 | 224.., ..] => "is not the address of a single host",
+        [.., 0] => "is that of its network",
+        [.., ROUTER] => "is that of its router",
+        [.., RESOLVER] => "is that of its name server",
+        [.., u8::MAX] => "is the broadcast address of its network",
+        _ => return None,
+    })
 }
 
 /// Port forwarding from the host to the guest.
@@ -263,6 +283,13 @@ mod tests {
             let wanted = NetConfig { hostloopback, ..kind(Kind::User) };
             assert_eq!(parse(text).unwrap(), wanted);
         }
+        for last in [1, 4, 15, 254] {
+            let address = Ipv4Addr::new(10, 0, 2, last);
+            assert_eq!(
+                parse(&format!("user,address={address}")).unwrap(),
+                NetConfig::user(address)
+            );
+        }
         let forward = |text| Forward::parse(text).unwrap();
         let wanted = NetConfig {
             hostfwd: vec![forward("tcp:2222:22"), forward("udp:0.0.0.0:53-:53")],
@@ -294,6 +321,16 @@ mod tests {
             ("none,hostfwd=tcp:1:22", "`hostfwd` requires"),
             ("user,hostloopback=yes", "`on` or `off`"),
             ("switch=a,hostloopback=on", "`hostloopback` requires `user` or `passt`"),
+            ("tap=a,address=10.0.2.15", "`address` requires `user` or `passt`"),
+            ("user,address=10.0.2", "address"),
+            ("user,address=10.0.2.0", "10.0.2.0 is that of its network"),
+            ("user,address=10.0.2.2", "10.0.2.2 is that of its router"),
+            ("passt,address=192.168.7.3", "192.168.7.3 is that of its name server"),
+            ("user,address=10.0.2.255", "10.0.2.255 is the broadcast address"),
+            ("user,address=0.0.0.9", "0.0.0.9 is not the address of a single host"),
+            ("user,address=127.0.0.9", "127.0.0.9 is not the address"),
+            ("user,address=224.0.0.9", "224.0.0.9 is not the address"),
+            ("user,address=255.255.255.255", "255.255.255.255 is not the address"),
         ] {
             let failure = parse(text).unwrap_err();
             assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");
