@@ -208,21 +208,48 @@ fn set(place: &Path, name: &str, value: &str) -> Result<(), Failure> {
 }
 
 fn limit_cpu(place: &Path, limits: &HostLimits) -> Result<(), Failure> {
-    if let Some(period) = limits.cpu_period {
-        set(place, "cpu.cfs_period_us", &period.to_string())?;
-    }
-    if let Some(quota) = limits.cpu_quota {
-        let text = quota.to_string();
-        let [old, new] = if quota == u64::MAX { UNLIMITED } else { [&*text; 2] };
-        set(place, "cpu.cfs_quota_us", old)?;
-        let period = limits.cpu_period.map_or_else(String::new, |period| format!(" {period}"));
-        set(place, "cpu.max", &format!("{new}{period}"))?;
-    }
+    set_old_cpu_time(limits, |name, value| set(place, name, value))?;
+    set_cpu_time(place, limits)?;
     if let Some(shares) = limits.cpu_shares {
         set(place, "cpu.shares", &shares.to_string())?;
         set(place, "cpu.weight", &weight(shares).to_string())?;
     }
     Ok(())
+}
+
+/// Writes quota and period of version 1 with `set`. A cgroup may not exceed the share of one above
+/// it in between either: where Linux refuses the new period with the old quota, the quota is
+/// written first, as runc does.
+fn set_old_cpu_time(
+    limits: &HostLimits,
+    mut set: impl FnMut(&str, &str) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let [quota_file, period_file] = ["cpu.cfs_quota_us", "cpu.cfs_period_us"];
+    let period = limits.cpu_period.map(|period| period.to_string());
+    let done = period.as_ref().map_or(Ok(()), |period| set(period_file, period));
+    let Some(quota) = limits.cpu_quota else { return done };
+    let quota = if quota == u64::MAX { UNLIMITED[0].to_owned() } else { quota.to_string() };
+    set(quota_file, &quota)?;
+    match (done, period) {
+        (Err(_), Some(period)) => set(period_file, &period),
+        _ => Ok(()),
+    }
+}
+
+/// Writes quota and period of version 2, which are one setting: the period alone keeps the quota.
+fn set_cpu_time(place: &Path, limits: &HostLimits) -> Result<(), Failure> {
+    const FILE: &str = "cpu.max";
+    let period = limits.cpu_period.map_or_else(String::new, |period| format!(" {period}"));
+    let quota = match (limits.cpu_quota, limits.cpu_period) {
+        (Some(u64::MAX), _) => UNLIMITED[1].to_owned(),
+        (Some(quota), _) => quota.to_string(),
+        (None, None) => return Ok(()),
+        (None, Some(_)) => {
+            let now = fs::read_to_string(place.join(FILE)).unwrap_or_default();
+            now.split_whitespace().next().unwrap_or(UNLIMITED[1]).to_owned()
+        }
+    };
+    set(place, FILE, &format!("{quota}{period}"))
 }
 
 /// Sets the limit of memory, after a wait if more is in use.
@@ -416,6 +443,46 @@ mod tests {
         assert_eq!([of_old[0], of_old[1]].map(|name| read(&old, name)), ["-1", "-1"]);
         assert_eq!([of_new[0], of_new[1]].map(|name| read(&new, name)), ["max", "max 2"]);
         assert_eq!([weight(0), weight(2), weight(u64::MAX)], [1, 1, 10_000]);
+    }
+
+    #[test]
+    fn a_period_alone_keeps_the_quota() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("cpu.max");
+        for (now, then) in [("7000 100000\n", "7000 50000"), ("max 100000\n", "max 50000")] {
+            fs::write(&file, now).unwrap();
+            let limits = HostLimits { cpu_period: Some(50_000), ..HostLimits::default() };
+            limit(&[folder.path().to_owned()], &limits).unwrap();
+            assert_eq!(fs::read_to_string(&file).unwrap(), then);
+        }
+    }
+
+    /// A cgroup below one with a tenth of a CPU, as Linux checks it (`tg_cfs_schedulable_down`).
+    #[test]
+    fn quota_and_period_stay_below_those_above() {
+        let update = |now: (u64, u64), quota: Option<u64>, period: Option<u64>| {
+            let mut time = now;
+            let mut set = |name: &str, value: &str| {
+                let value = value.parse().unwrap();
+                let new = match name {
+                    "cpu.cfs_quota_us" => (value, time.1),
+                    _ => (time.0, value),
+                };
+                let is_valid = new.0 * 10 <= new.1;
+                time = if is_valid { new } else { time };
+                is_valid.then_some(()).ok_or_else(|| refuse("EINVAL"))
+            };
+            let limits = HostLimits { cpu_quota: quota, cpu_period: period, ..Default::default() };
+            let done = set_old_cpu_time(&limits, &mut set).is_ok();
+            (done, time)
+        };
+        let low = (1_000, 10_000);
+        let high = (10_000, 100_000);
+        assert_eq!(update(high, Some(low.0), Some(low.1)), (true, low));
+        assert_eq!(update(low, Some(high.0), Some(high.1)), (true, high));
+        assert_eq!(update(high, None, Some(low.1)), (false, high));
+        assert_eq!(update(high, Some(high.0), Some(low.1)), (false, high));
+        assert_eq!(update(low, Some(high.0), None), (false, low));
     }
 
     #[test]

@@ -95,6 +95,8 @@ fn build(
         vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
         vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
         memory_limit: bundle.memory_limit,
+        cpu_quota: bundle.host_limits.cpu_quota,
+        cpu_period: bundle.host_limits.cpu_period,
         vm_folder: sandbox.map_or_else(|| folder.clone(), |sandbox| sandbox.vm_folder),
         folder,
         cgroups,

@@ -1,7 +1,7 @@
 //! Devices that a container's processes may use, as a program for the guest's kernel.
 //!
-//! It is of type `BPF_PROG_TYPE_CGROUP_DEVICE` and runs at each `mknod` and each opening of a device
-//! node. Rules count as with runc: later ones before earlier ones, for each kind of access by
+//! It is of type `BPF_PROG_TYPE_CGROUP_DEVICE` and runs at each `mknod` and whenever a device node
+//! is opened. Rules count as with runc: later ones before earlier ones, for each kind of access by
 //! itself, after them the devices that every container has; what no rule permits is denied.
 
 use crate::refuse;

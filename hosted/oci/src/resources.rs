@@ -111,7 +111,7 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
         // The host's limit waits for the memory that the guest returns.
         balloon::fit(store, &state.vm_folder, Change::Inflate)?;
     }
-    limit_host(&state, &stated, &cpu_set)?;
+    limit_host(store, &mut state, &stated, &cpu_set)?;
     match limits.memory {
         Some(_) => balloon::fit(store, &state.vm_folder, Change::Deflate),
         None => Ok(()),
@@ -120,7 +120,8 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
 
 /// Changes the limits of a VM's processes on the host.
 fn limit_host(
-    state: &ContainerRecord,
+    store: &Store,
+    state: &mut ContainerRecord,
     stated: &StatedLimits,
     cpu_set: &CpuSet,
 ) -> Result<(), Failure> {
@@ -129,9 +130,27 @@ fn limit_host(
         return Ok(());
     }
     let limits = stated.host(annotations::extra(&state.annotations)?.0);
+    let limits = with_known_cpu_time(limits, state);
     cgroup::limit(&state.cgroups, &limits)?;
     cgroup::confine(&state.cgroups, cpu_set)?;
-    state.scope.as_ref().map_or(Ok(()), |scope| scope.limit(&limits))
+    state.scope.as_ref().map_or(Ok(()), |scope| scope.limit(&limits))?;
+    // Only now: a refused limit is none that the next change keeps.
+    state.cpu_quota = limits.cpu_quota.or(state.cpu_quota);
+    state.cpu_period = limits.cpu_period.or(state.cpu_period);
+    store.save(state)
+}
+
+/// Adds the known period to a quota that is changed alone, and the known quota to a period, as
+/// runc does: systemd takes their quotient.
+fn with_known_cpu_time(limits: HostLimits, state: &ContainerRecord) -> HostLimits {
+    match (limits.cpu_quota, limits.cpu_period) {
+        (None, None) => limits,
+        (quota, period) => HostLimits {
+            cpu_quota: quota.or(state.cpu_quota),
+            cpu_period: period.or(state.cpu_period),
+            ..limits
+        },
+    }
 }
 
 fn limits_of(arguments: &Update) -> Result<(StatedLimits, CpuSet), Failure> {
@@ -238,6 +257,8 @@ fn process_limit(limit: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::testing::state;
+    use std::fs;
 
     #[test]
     fn limits_of_configurations() {
@@ -265,6 +286,39 @@ mod tests {
         let unlimited = StatedLimits { memory: Some(-1), ..stated };
         assert_eq!(unlimited.memory_limit(), None);
         assert_eq!(unlimited.host(5).memory, Some(u64::MAX));
+    }
+
+    #[test]
+    fn a_changed_quota_keeps_the_period() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(Some(&folder.path().join("root")));
+        let _lock = store.reserve("a").unwrap();
+        let cgroup = folder.path().join("cgroup");
+        fs::create_dir(&cgroup).unwrap();
+        let maximum = cgroup.join("cpu.max");
+        fs::write(&maximum, "50000 50000").unwrap();
+        let mut state = ContainerRecord {
+            cgroups: vec![cgroup],
+            cpu_quota: Some(50_000),
+            cpu_period: Some(50_000),
+            ..state("a", None)
+        };
+        let mut update = |cpu_quota, cpu_period| {
+            let stated = StatedLimits { cpu_quota, cpu_period, ..StatedLimits::default() };
+            limit_host(&store, &mut state, &stated, &CpuSet::default()).unwrap();
+            state = store.load("a").unwrap();
+            fs::read_to_string(&maximum).unwrap()
+        };
+        assert_eq!(update(Some(25_000), None), "25000 50000");
+        assert_eq!(update(Some(0), Some(10_000)), "25000 10000");
+        assert_eq!(update(None, None), "25000 10000");
+        assert_eq!(update(Some(-1), Some(0)), "max 10000");
+        assert_eq!(update(None, Some(20_000)), "max 20000");
+        assert_eq!((state.cpu_quota, state.cpu_period), (Some(u64::MAX), Some(20_000)));
+        // systemd gets both, too.
+        let limits = HostLimits { cpu_quota: Some(5_000), ..HostLimits::default() };
+        let expected = HostLimits { cpu_period: Some(20_000), ..limits };
+        assert_eq!(with_known_cpu_time(limits, &state), expected);
     }
 
     #[test]

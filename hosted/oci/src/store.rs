@@ -55,6 +55,12 @@ pub struct ContainerRecord {
     /// Limit of memory in bytes; `None`: none. That of a sandbox is the sum of its containers'.
     #[serde(default)]
     pub memory_limit: Option<u64>,
+    /// CPU time in microseconds in each period, `u64::MAX`: no limit, and the period, both of its
+    /// own VM on the host; `None`: not stated.
+    #[serde(default)]
+    pub cpu_quota: Option<u64>,
+    #[serde(default)]
+    pub cpu_period: Option<u64>,
     /// Scratch disk of the VM.
     pub vm_scratch: Option<PathBuf>,
     pub cgroups: Vec<PathBuf>,
@@ -309,6 +315,8 @@ pub mod testing {
             vm_folder: "/folder".into(),
             vm_memory: 64 << 20,
             memory_limit: None,
+            cpu_quota: None,
+            cpu_period: None,
             vm_scratch: None,
             cgroups: Vec::new(),
             scope: None,
@@ -361,6 +369,16 @@ mod tests {
         assert_eq!(text(waiting.unwrap_err()), "container \"a\" does not exist");
         store.remove("a").unwrap();
         assert!(store.ids().is_empty());
+    }
+
+    #[test]
+    fn states_of_older_versions_are_read() {
+        let mut old = serde_json::to_value(state("a", None)).unwrap();
+        for name in ["memory_limit", "cpu_quota", "cpu_period"] {
+            assert!(old.as_object_mut().unwrap().remove(name).is_some(), "{name}");
+        }
+        let read: ContainerRecord = serde_json::from_value(old).unwrap();
+        assert_eq!((read.memory_limit, read.cpu_quota, read.cpu_period), (None, None, None));
     }
 
     #[test]
