@@ -8,6 +8,9 @@ use std::fs::File;
 use std::io::{Error, ErrorKind, Read, Result};
 use tar::{Archive, Entries, EntryType, Header};
 
+/// Most extended headers of an entry: its path, its link, and one of pax, after a global one.
+const MAX_HEADERS: usize = 4;
+
 /// Prefix of extended attributes in pax headers.
 const XATTR: &str = "SCHILY.xattr.";
 /// Attributes that a guest gets: of files' capabilities and labels, and of users. Those of file
@@ -96,8 +99,7 @@ fn visit_all<R: Read>(
     let mut extended = Extended::default();
     // Raw: extended headers are entries, whose length is checked here.
     for (index, entry) in entries.raw(true).enumerate() {
-        // Each entry may have four extended headers.
-        if index >= 5 * MAX_ENTRIES {
+        if index >= (1 + MAX_HEADERS) * MAX_ENTRIES {
             return Err(refused(format!("the archive has more than {MAX_ENTRIES} entries")));
         }
         let mut entry = entry?;
@@ -113,6 +115,13 @@ fn visit_all<R: Read>(
     Ok(())
 }
 
+/// Returns a number of a header, which `read` parses; that of a blank field is 0, as for other
+/// readers of archives.
+fn number<T: Default>(field: &[u8], read: impl FnOnce() -> Result<T>) -> Result<T> {
+    let is_blank = field.iter().all(|byte| matches!(byte, 0 | b' '));
+    if is_blank { Ok(T::default()) } else { read() }
+}
+
 /// Extended headers before an entry.
 #[derive(Default)]
 struct Extended {
@@ -123,6 +132,9 @@ struct Extended {
     user: Option<u32>,
     group: Option<u32>,
     xattrs: Vec<(String, Vec<u8>)>,
+    /// Number of these headers, and their bytes.
+    count: usize,
+    bytes: u64,
 }
 
 impl Extended {
@@ -130,14 +142,35 @@ impl Extended {
     fn take(&mut self, kind: EntryType, entry: &mut impl Read) -> Result<bool> {
         match kind {
             // The last zero is no part of it.
-            EntryType::GNULongName => self.path = Some(text(&contents(entry)?)),
-            EntryType::GNULongLink => self.link = Some(text(&contents(entry)?)),
-            EntryType::XHeader => self.take_pax(&contents(entry)?)?,
+            EntryType::GNULongName => self.path = Some(text(&self.contents(entry)?)),
+            EntryType::GNULongLink => self.link = Some(text(&self.contents(entry)?)),
+            EntryType::XHeader => {
+                let records = self.contents(entry)?;
+                self.take_pax(&records)?;
+            }
             // Comments of git, and defaults that image builders do not write.
-            EntryType::XGlobalHeader => drop(contents(entry)?),
+            EntryType::XGlobalHeader => drop(self.contents(entry)?),
             _ => return Ok(false),
         }
         Ok(true)
+    }
+
+    /// Reads an extended header within the limits of those of one entry.
+    fn contents(&mut self, entry: &mut impl Read) -> Result<Vec<u8>> {
+        self.count += 1;
+        if self.count > MAX_HEADERS {
+            let text = format!("an entry has more than {MAX_HEADERS} extended headers");
+            return Err(refused(text));
+        }
+        let mut bytes = Vec::new();
+        let room = MAX_HEADER - self.bytes;
+        self.bytes += entry.take(room + 1).read_to_end(&mut bytes)? as u64;
+        match self.bytes > MAX_HEADER {
+            true => Err(refused(format!(
+                "the extended headers of an entry have more than {MAX_HEADER} bytes"
+            ))),
+            false => Ok(bytes),
+        }
     }
 
     fn take_pax(&mut self, bytes: &[u8]) -> Result<()> {
@@ -181,7 +214,11 @@ impl Extended {
         let link = || self.link.clone().or_else(|| header.link_name_bytes().map(Into::into));
         let link = || link().filter(|link| !link.is_empty() && link.len() <= MAX_PATH);
         let link = || link().ok_or_else(|| refused("a link without a valid target"));
+        let bytes = self.path.clone().unwrap_or_else(|| header.path_bytes().into_owned());
+        let old = header.as_old();
         let kind = match header.entry_type() {
+            // Version 7 of Unix had no type of directories.
+            EntryType::Regular if old.linkflag == [0] && bytes.ends_with(b"/") => EntryKind::Folder,
             EntryType::Regular | EntryType::Continuous => EntryKind::File(size),
             EntryType::Directory => EntryKind::Folder,
             EntryType::Symlink => EntryKind::Symlink(link()?),
@@ -199,14 +236,16 @@ impl Extended {
                 return Err(refused(format!("of unknown type `{kind}`")));
             }
         };
-        let bytes = self.path.unwrap_or_else(|| header.path_bytes().into_owned());
         let id = |id: u64| u32::try_from(id).map_err(|_| refused("an owner is out of range"));
+        let user = || id(number(&old.uid, || header.uid())?);
+        let group = || id(number(&old.gid, || header.gid())?);
+        let modified = || number(&old.mtime, || header.mtime());
         let attributes = Attributes {
-            mode: (header.mode()? & 0o7777) as u16,
-            user: self.user.map_or_else(|| id(header.uid()?), Ok)?,
-            group: self.group.map_or_else(|| id(header.gid()?), Ok)?,
+            mode: (number(&old.mode, || header.mode())? & 0o7777) as u16,
+            user: self.user.map_or_else(user, Ok)?,
+            group: self.group.map_or_else(group, Ok)?,
             // ext4 has 34 bits.
-            modified: self.modified.map_or_else(|| header.mtime(), Ok)?.min((1 << 34) - 1),
+            modified: self.modified.map_or_else(modified, Ok)?.min((1 << 34) - 1),
             xattrs: self.xattrs,
         };
         Ok(ArchiveEntry { path: components(&bytes)?, kind, attributes })
@@ -229,15 +268,6 @@ fn is_kept(name: &str) -> bool {
     let prefix = XATTRS.iter().find(|prefix| name.starts_with(**prefix));
     prefix.is_some_and(|prefix| name.len() > prefix.len() && name.len() <= MAX_NAME)
         && name.bytes().all(|byte| byte.is_ascii_graphic())
-}
-
-/// Reads an extended header.
-fn contents(entry: &mut impl Read) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    if entry.take(MAX_HEADER + 1).read_to_end(&mut bytes)? as u64 > MAX_HEADER {
-        return Err(refused(format!("an extended header has more than {MAX_HEADER} bytes")));
-    }
-    Ok(bytes)
 }
 
 fn text(bytes: &[u8]) -> Vec<u8> {

@@ -18,7 +18,7 @@ pub const MAX_PATH: usize = 4095;
 pub const MAX_NAME: usize = 255;
 /// Most components of a path.
 pub const MAX_DEPTH: usize = 128;
-/// Longest extended header in bytes.
+/// Most bytes of the extended headers of an entry.
 pub const MAX_HEADER: u64 = 256 << 10;
 /// Longest file in bytes, which ustar states without extensions.
 pub const MAX_FILE: u64 = 8 << 30;

@@ -307,6 +307,12 @@ fn attacks_are_refused_before_anything_is_written() {
     let new = TarBuilder::new;
     let huge = vec![b'x'; limits::MAX_HEADER as usize + 1];
     let value = vec![b'x'; 4096];
+    let half = &huge[..huge.len() / 2];
+    let long_name = |tar: TarBuilder| tar.raw("l", EntryType::GNULongName, "", 0, half);
+    let many = |kind| {
+        let headers = (0..5).fold(new(), |tar, _| tar.raw("h", kind, "", 0, b"9 uid=77\n"));
+        headers.file("a", b"")
+    };
     let attacks: Vec<(TarBuilder, &str)> = vec![
         (new().file("../outside", b""), "`..`"),
         (new().file("a/../../outside", b""), "`..`"),
@@ -336,6 +342,10 @@ fn attacks_are_refused_before_anything_is_written() {
         (new().pax(&[("path", &[b'x'; 256])]).file("a", b""), "255 bytes"),
         (new().pax(&[("path", &huge)]).file("a", b""), "extended header"),
         (new().raw("l", EntryType::GNULongName, "", 0, &huge).file("a", b""), "extended header"),
+        (many(EntryType::XHeader), "more than 4 extended headers"),
+        (many(EntryType::XGlobalHeader), "more than 4 extended headers"),
+        (many(EntryType::GNULongLink), "more than 4 extended headers"),
+        (long_name(new().pax(&[("comment", half)])).file("a", b""), "extended headers of an entry"),
         (new().pax(&[("SCHILY.xattr.user.a", &value)]).file("a", b""), "do not fit"),
     ];
     let place = Place::new();
@@ -346,6 +356,55 @@ fn attacks_are_refused_before_anything_is_written() {
         let is_placed = text.contains("layer 2 of 2") || reason == "do not fit";
         assert!(text.contains(reason) && is_placed, "{reason}: {text}");
     }
+}
+
+/// Returns a header of Unix version 7, whose numbers are blank but for its size.
+fn old_header(name: &str, blank: u8) -> Header {
+    let mut header = Header::new_old();
+    let old = header.as_old_mut();
+    old.name[..name.len()].copy_from_slice(name.as_bytes());
+    for field in [&mut old.mode, &mut old.uid, &mut old.gid] {
+        field.fill(blank);
+    }
+    old.mtime.fill(blank);
+    old.linkflag = [0];
+    header.set_size(0);
+    header.set_cksum();
+    header
+}
+
+#[test]
+fn headers_of_version_7() {
+    let mut tar = TarBuilder::new();
+    for (name, blank) in [("folder/", b' '), ("folder/file", b' '), ("zeros/", 0)] {
+        tar.0.append(&old_header(name, blank), &b""[..]).unwrap();
+    }
+    // Of its own type, a file stays one.
+    let layer = tar.file("later/", b"text").bytes();
+    let place = Place::new();
+    let disk = place.unpack(&docker(&[layer])).unwrap().disk;
+    tool("e2fsck", &["-f", "-n"], &disk);
+    let is = |text: &str| Some(text.to_owned());
+    assert_eq!(listed(&disk, "/", "folder"), is("040000/0/0/folder//"));
+    assert_eq!(listed(&disk, "/", "zeros"), is("040000/0/0/zeros//"));
+    assert_eq!(listed(&disk, "/folder", "file"), is("100000/0/0/file/0/"));
+    assert_eq!(cat(&disk, "/later"), "text");
+}
+
+#[test]
+fn an_entry_has_several_extended_headers() {
+    let layer = TarBuilder::new()
+        .raw("g", EntryType::XGlobalHeader, "", 0, b"12 comment=a\n")
+        .raw("l", EntryType::GNULongName, "", 0, b"name\0")
+        .raw("l", EntryType::GNULongLink, "", 0, b"target\0")
+        .pax(&[("uid", b"77")])
+        .symlink("a", "b")
+        .pax(&[("uid", b"78")])
+        .file("c", b"");
+    let place = Place::new();
+    let disk = place.unpack(&docker(&[layer.bytes()])).unwrap().disk;
+    assert_eq!(listed(&disk, "/", "name").as_deref(), Some("120777/77/100000/name/6/"));
+    assert_eq!(listed(&disk, "/", "c").as_deref(), Some("104755/78/100000/c/0/"));
 }
 
 #[test]

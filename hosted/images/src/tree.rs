@@ -6,7 +6,7 @@
 
 use crate::archive::{ArchiveEntry, Attributes, EntryKind, components, refused};
 use crate::limits::{MAX_BYTES, MAX_ENTRIES, MAX_TEXT};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io::Result;
 
 /// Prefix of an entry that removes the one with the rest of its name from lower layers.
@@ -58,6 +58,9 @@ pub struct Tree {
     nodes: Vec<Node>,
     text: usize,
     bytes: u64,
+    /// Layer that is being added, and the directories without entries of lower layers, below them
+    /// neither: no whiteout of this layer walks them again.
+    emptied: (usize, HashSet<NodeId>),
 }
 
 /// Node of the root directory.
@@ -66,7 +69,7 @@ pub const ROOT: NodeId = 0;
 impl Tree {
     /// Creates the tree of an image without layers.
     pub fn new() -> Self {
-        Self { nodes: vec![Node::folder()], text: 0, bytes: 0 }
+        Self { nodes: vec![Node::folder()], text: 0, bytes: 0, emptied: (0, HashSet::new()) }
     }
 
     /// Returns a node.
@@ -249,7 +252,13 @@ impl Tree {
 
     /// Removes the entries of lower layers from a directory. The depth of paths is limited.
     fn remove_lower(&mut self, folder: NodeId, layer: usize) {
+        if self.emptied.0 != layer {
+            self.emptied = (layer, HashSet::new());
+        }
         let NodeKind::Folder(children) = &mut self.nodes[folder].kind else { return };
+        if !self.emptied.1.insert(folder) {
+            return;
+        }
         let mut children = std::mem::take(children);
         children.retain(|_, child| !self.is_lower(*child, layer));
         self.nodes[folder].kind = NodeKind::Folder(children);
@@ -261,5 +270,57 @@ impl Node {
     fn folder() -> Self {
         let attributes = Attributes { mode: 0o755, ..Attributes::default() };
         Self { attributes, kind: NodeKind::Folder(BTreeMap::new()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(tree: &mut Tree, path: &str, layer: usize) {
+        let path = path.split('/').map(|name| name.as_bytes().to_vec()).collect();
+        let kind = EntryKind::File(0);
+        tree.add(ArchiveEntry { path, kind, attributes: Attributes::default() }, layer, 0).unwrap();
+    }
+
+    /// Returns the paths of the files.
+    fn files(tree: &Tree, folder: NodeId) -> Vec<String> {
+        let NodeKind::Folder(children) = &tree.node(folder).kind else {
+            return vec![String::new()];
+        };
+        let children = children.iter().flat_map(|(name, child)| {
+            let name = String::from_utf8_lossy(name).into_owned();
+            files(tree, child.node).into_iter().map(move |below| format!("/{name}{below}"))
+        });
+        children.collect()
+    }
+
+    #[test]
+    fn whiteouts_remove_lower_layers_only() {
+        let mut tree = Tree::new();
+        for path in ["a/b/low", "a/low", "c"] {
+            add(&mut tree, path, 0);
+        }
+        for path in ["a/b/up", "a/.wh.b", "a/b/new", "a/.wh.b", ".wh..wh..opq", "a/b/.wh.up"] {
+            add(&mut tree, path, 1);
+        }
+        assert_eq!(files(&tree, ROOT), ["/a/b/new", "/a/b/up"]);
+        // Those of the next layer are whiteouts of this one.
+        for path in ["a/up", "a/b/.wh.new", "a/.wh..wh..opq"] {
+            add(&mut tree, path, 2);
+        }
+        assert_eq!(files(&tree, ROOT), ["/a/up"]);
+    }
+
+    #[test]
+    fn many_whiteouts_of_a_directory_walk_it_once() {
+        // A walk for each whiteout would take an hour.
+        const COUNT: usize = 200_000;
+        let mut tree = Tree::new();
+        (0..COUNT).for_each(|number| add(&mut tree, &format!("d/e/{number}"), 1));
+        for path in [".wh.d", "d/.wh.e", "d/e/.wh..wh..opq"] {
+            (0..COUNT).for_each(|_| add(&mut tree, path, 1));
+        }
+        assert_eq!(files(&tree, ROOT).len(), COUNT);
     }
 }

@@ -3,6 +3,7 @@
 
 use crate::archive::{Attributes, refused};
 use crate::tree::NodeKind;
+use std::collections::BTreeMap;
 use std::io::Result;
 
 /// Bytes of a block, an inode, a group descriptor.
@@ -309,7 +310,8 @@ pub fn xattr_block(xattrs: &[(String, Vec<u8>)]) -> Result<Option<Vec<u8>>> {
     if xattrs.is_empty() {
         return Ok(None);
     }
-    let mut named: Vec<(u8, &[u8], &[u8])> = Vec::new();
+    // In the order of the block: kind, length of the name, name.
+    let mut named: BTreeMap<(u8, usize, &[u8]), &[u8]> = BTreeMap::new();
     for (name, value) in xattrs {
         let (index, rest) = match (name.strip_prefix("user."), name.strip_prefix("security.")) {
             (Some(rest), _) => (1, rest),
@@ -317,12 +319,10 @@ pub fn xattr_block(xattrs: &[(String, Vec<u8>)]) -> Result<Option<Vec<u8>>> {
             _ => return Err(refused(format!("unknown kind of extended attribute {name}"))),
         };
         // A later record replaces an earlier one.
-        named.retain(|known| (known.0, known.1) != (index, rest.as_bytes()));
-        named.push((index, rest.as_bytes(), value));
+        named.insert((index, rest.len(), rest.as_bytes()), value);
     }
-    named.sort_by_key(|(index, name, _)| (*index, name.len(), *name));
-    let size = |(_, name, value): &(u8, &[u8], &[u8])| {
-        ENTRY + name.len().next_multiple_of(4) + value.len().next_multiple_of(4)
+    let size = |(&(_, length, _), value): (&(u8, usize, &[u8]), &&[u8])| {
+        ENTRY + length.next_multiple_of(4) + value.len().next_multiple_of(4)
     };
     // Four zeros end the list.
     if HEADER + named.iter().map(size).sum::<usize>() + 4 > BLOCK {
@@ -330,7 +330,7 @@ pub fn xattr_block(xattrs: &[(String, Vec<u8>)]) -> Result<Option<Vec<u8>>> {
     }
     let mut block = vec![0; BLOCK];
     let (mut place, mut end, mut all) = (HEADER, BLOCK, 0_u32);
-    for (index, name, value) in named {
+    for ((index, _, name), value) in named {
         end -= value.len().next_multiple_of(4);
         set(&mut block, end, value);
         let hash = xattr_hash(name, &block[end..end + value.len().next_multiple_of(4)]);

@@ -72,3 +72,18 @@ fn a_file_of_too_many_names() {
     let file = tempfile::tempfile().unwrap();
     assert!(Writer::new(&tree, &file).is_err());
 }
+
+#[test]
+fn attributes_of_many_records() {
+    // A comparison with all earlier names would take ten minutes.
+    const COUNT: usize = 400_000;
+    let records = |names: usize| -> Vec<(String, Vec<u8>)> {
+        let all = (0..COUNT).map(|index| (format!("user.{}", index % names), index));
+        all.map(|(name, index)| (name, index.to_be_bytes().into())).collect()
+    };
+    let repeated = records(10);
+    let block = format::xattr_block(&repeated).unwrap();
+    assert_eq!(block, format::xattr_block(&repeated[COUNT - 10..]).unwrap(), "the last ones");
+    let error = format::xattr_block(&records(COUNT)).unwrap_err();
+    assert!(error.to_string().contains("do not fit"), "{error}");
+}
