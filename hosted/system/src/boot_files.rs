@@ -138,7 +138,8 @@ impl ResolvedSystem {
             None => self
                 .memory_needed(boot_files)
                 .saturating_add(MEMORY_STEP / 2)
-                .next_multiple_of(MEMORY_STEP),
+                .checked_next_multiple_of(MEMORY_STEP)
+                .unwrap_or(u64::MAX),
         }
     }
 }

@@ -53,6 +53,8 @@ const DEBIAN_32_BIT: &str = "debian-armmp";
 const MICRO_PREFIX: &str = "micro:";
 /// Granularity of guest memory in bytes: it is mapped in large pages.
 const GUEST_MEMORY_STEP: u64 = 1 << 20;
+/// Most guest memory in bytes: more than physical addresses of a guest reach.
+const MAX_GUEST_MEMORY: u64 = 1 << 46;
 
 /// Values of the command line that override a description.
 #[derive(Clone, Copy, Debug, Default)]
@@ -307,6 +309,10 @@ impl Validator<'_> {
         let Size(memory) = *vm.memory.get_ref();
         if memory == 0 || memory % GUEST_MEMORY_STEP != 0 {
             let message = format!("guest memory must be a multiple of {}", Size(GUEST_MEMORY_STEP));
+            self.problems.push(Problem::new(vm.memory.span(), message));
+        }
+        if memory > MAX_GUEST_MEMORY {
+            let message = format!("guest memory must be at most {}", Size(MAX_GUEST_MEMORY));
             self.problems.push(Problem::new(vm.memory.span(), message));
         }
         if request.vcpus == 0 || request.vcpus as usize > compiled::MAX_VCPUS {

@@ -437,12 +437,46 @@ fn memory() {
         "system.toml:6:10: error: 8 MiB of memory is not enough",
     );
     // Sums beyond 64 bits are not small.
-    let huge = ONE_VM.replace("64M", "17179869183G");
+    for size in ["17179869183G", "65537G"] {
+        refused(
+            &ONE_VM.replace("64M", size),
+            65,
+            "system.toml:6:10: error: guest memory must be at most 65536 GiB",
+        );
+    }
+}
+
+/// A number of vCPUs that is refused takes no time for each of them.
+#[test]
+fn many_vcpus() {
     refused(
-        &huge.replacen("\n\n", "\nmemory = \"1G\"\n\n", 1),
+        &vm("cpus = 4294967295\ncpu = { budget = \"1ms\", period = \"10ms\" }"),
         65,
-        "system.toml:3:10: error: not enough memory (1 GiB)",
+        "system.toml:9:8: error: a virtual machine must have 1 to",
     );
+}
+
+/// QEMU would refuse the machine.
+#[test]
+fn disks_and_ports_that_are_used_twice() {
+    for (lines, message) in [
+        ("disk = [\"a.img\", \"./a.img,ro=on\"]", "another disk has the same file"),
+        (
+            "net = [\"user,hostfwd=tcp:2:22,hostfwd=tcp:2:23\"]",
+            "the host's port in tcp:127.0.0.1:2",
+        ),
+        ("net = [\"user,hostfwd=udp:2:1\", \"user,hostfwd=udp:2:2\"]", "the host's port in udp"),
+    ] {
+        let (code, errors) = check(&system(lines));
+        assert!(code == 65 && errors.contains(message), "{lines}: {code} {errors}");
+    }
+    for lines in [
+        "disk = [\"a.img,ro=on\", \"a.img,snapshot=on\", \"b.img\"]",
+        "net = [\"user,hostfwd=tcp:2:22,hostfwd=udp:2:22\"]",
+    ] {
+        let errors = check(&system(lines)).1;
+        assert!(!errors.contains("same file") && !errors.contains("twice"), "{lines}: {errors}");
+    }
 }
 
 #[test]

@@ -10,9 +10,9 @@ use crate::resolved::ResolvedServer;
 use hosted_command::problem::Problem;
 use proto::service::MAX_SESSIONS;
 use proto::system as compiled;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{PathBuf, absolute};
 use toml::Spanned;
 
 /// Disks and sessions attached to servers so far.
@@ -48,13 +48,37 @@ impl Validator<'_> {
                 let help = "remove `bus=ahci`, or set [system] iommu = true";
                 self.problems.push(Problem::new(text.span(), message).help(help));
             }
+            let writes = |disk: &EmulatedDisk| !disk.read_only && !disk.snapshot;
+            let same =
+                |other: &&EmulatedDisk| absolute(&other.path).ok() == absolute(&disk.path).ok();
+            let other = disks.iter().find(same);
+            if other.is_some_and(|other| writes(other) || writes(&disk)) {
+                let message = format!("another disk has the same file {}", disk.path.display());
+                let help = "use another file, or `ro=on` or `snapshot=on` for all of its disks";
+                self.problems.push(Problem::new(text.span(), message).help(help));
+            }
             disks.push(disk);
         }
         disks
     }
 
     pub(super) fn machine_nets(&mut self, written: &[Spanned<String>]) -> Vec<EmulatedNic> {
-        written.iter().filter_map(|text| self.parsed(text, EmulatedNic::parse)).collect()
+        let mut nics = Vec::new();
+        let mut ports = BTreeSet::new();
+        for text in written {
+            let Some(nic) = self.parsed(text, EmulatedNic::parse) else { continue };
+            // Before the guest's part are the protocol, and the port of the host.
+            let hosts = nic.forwards.iter().filter_map(|forward| forward.split('-').next());
+            for host in hosts {
+                if !ports.insert(host.to_owned()) {
+                    let message = format!("the host's port in {host} is forwarded twice");
+                    let problem = Problem::new(text.span(), message);
+                    self.problems.push(problem.help("use another port for one of them"));
+                }
+            }
+            nics.push(nic);
+        }
+        nics
     }
 
     /// Resolves the files for the RAM disk, which holds them in one folder.

@@ -5,6 +5,7 @@ use crate::cpu_time::Promises;
 use crate::description::{self, Cpus};
 use crate::resolved::{ResolvedSystem, ResolvedTask, plural};
 use hosted_command::problem::Problem;
+use proto::system::MAX_VCPUS;
 use std::collections::HashMap;
 use std::ops::Range;
 use toml::Spanned;
@@ -26,7 +27,8 @@ impl Validator<'_> {
         }
         for (index, vm) in resolved.vms.iter().enumerate().filter(|(_, vm)| !vm.template) {
             let count = resolved.cpus.unwrap_or(MAX_CPUS).max(1);
-            for vcpu in 0..vm.vcpus {
+            // A larger number is a problem that was reported.
+            for vcpu in 0..vm.vcpus.min(MAX_VCPUS as u32) {
                 let chosen = (index as u32 + vcpu) % count;
                 let cpu = vm.pins.get(vcpu as usize).copied().unwrap_or(chosen);
                 promises.add(cpu, &vm.name, vm.cpu_time);
