@@ -9,14 +9,15 @@ use crate::architecture::GuestArchitecture;
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
+use crate::scratch::{self, ScratchFolder};
 use crate::steps::Step;
+use crate::store;
 use apt::{Apt, apt_command, run};
 use hw_tables::elf::{Elf, Machine};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use tempfile::TempDir;
 
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
@@ -44,6 +45,8 @@ const MODULES: [&str; 17] = [
 /// Linux source for `hosted/kbuild`, and the file in the package.
 const SOURCE_PACKAGE: &str = "linux-source-6.1";
 const SOURCE: &str = "linux-source-6.1.tar.xz";
+/// Name prefix of the folders of running downloads.
+const WORK: &str = ".fetch-";
 /// Changes with the set of files that are kept of a package.
 const KEPT: u32 = 7;
 
@@ -255,8 +258,9 @@ fn fetch(
     }
 
     let create = |path: &Path| fs::create_dir_all(path).file_error("create the folder", path);
-    let work = TempDir::with_prefix_in(".fetch-", &cache)
-        .map_err(|error| cache::failed(&cache, &error))?;
+    scratch::remove_abandoned(&cache, WORK);
+    let work =
+        ScratchFolder::new_in(&cache, WORK).map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
     step.now(format!("fetching {title}"));
     let archive = download_package(apt, package, &work.path().join("download"))?;
@@ -272,6 +276,7 @@ fn fetch(
         )
         .help("use a file instead"));
     }
+    store::exclude_writers(&kept).file_error("change", &kept)?;
     match fs::rename(&kept, &folder) {
         // Another process has finished first.
         Err(_) if folder.join(must).is_file() => {}

@@ -39,6 +39,8 @@ fn ignored(status: &str) -> u64 {
 /// Cleanup at a signal.
 #[derive(Default)]
 struct Doomed {
+    /// The cleanup has begun, and the process ends.
+    has_begun: bool,
     folders: Vec<PathBuf>,
     /// Descriptors instead of process IDs, which are reused.
     processes: Vec<OwnedFd>,
@@ -82,6 +84,18 @@ impl Interruptible {
         self.doomed().folders.push(folder.to_owned());
     }
 
+    /// Runs `act` while no cleanup runs: a signal during it takes effect afterwards. If a cleanup
+    /// has begun before, waits for the end of the process. `act` must not register anything.
+    pub fn uninterrupted<T>(&self, act: impl FnOnce() -> T) -> T {
+        let doomed = self.doomed();
+        if doomed.has_begun {
+            loop {
+                thread::park();
+            }
+        }
+        act()
+    }
+
     /// Registers a process that writes to such a folder.
     pub fn kill_on_signal(&self, child: &Child) -> Result<(), Failure> {
         let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
@@ -93,7 +107,8 @@ impl Interruptible {
 
 impl Doomed {
     /// Errors are ignored: the program ends in any case.
-    fn remove(&self) {
+    fn remove(&mut self) {
+        self.has_begun = true;
         for process in &self.processes {
             // Fails if the process has exited.
             if pidfd_send_signal(process, Signal::KILL).is_ok() {
@@ -127,6 +142,27 @@ impl Drop for Interruptible {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cleanup_waits_for_the_last_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let work = folder.path().join("work");
+        fs::create_dir(&work).unwrap();
+        let interruptible = Interruptible::new().unwrap();
+        interruptible.remove_on_signal(&work);
+        thread::scope(|scope| {
+            let cleanup = interruptible.uninterrupted(|| {
+                let cleanup = scope.spawn(|| interruptible.doomed().remove());
+                thread::sleep(5 * POLL_INTERVAL);
+                assert!(work.is_dir() && !cleanup.is_finished());
+                fs::rename(&work, folder.path().join("result")).unwrap();
+                cleanup
+            });
+            cleanup.join().unwrap();
+        });
+        assert!(folder.path().join("result").is_dir());
+        assert!(interruptible.doomed().has_begun);
+    }
 
     #[test]
     fn ignored_signals_are_found() {

@@ -7,6 +7,7 @@
 pub mod architecture;
 pub mod cache;
 pub mod digest;
+pub mod disk_lock;
 pub mod failure;
 pub mod fetch;
 pub mod input;
@@ -15,6 +16,7 @@ pub mod keyvalue;
 pub mod lock;
 pub mod messages;
 pub mod output;
+pub mod output_folder;
 pub mod problem;
 pub mod proc_number;
 pub mod programs;

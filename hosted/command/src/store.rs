@@ -2,8 +2,9 @@
 //!
 //! An entry's folder appears complete or not at all, by a rename. A lock file per name makes two
 //! builders of one entry share one build. Users of an entry hold a shared lock on its folder, and
-//! only folders without one are removed. All locks are flock(2) locks: they end with their process
-//! in any case.
+//! only folders without one are removed: a lookup locks the folder before it reads it, and a
+//! builder before the folder appears. All locks are flock(2) locks: they end with their process in
+//! any case.
 
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
@@ -15,7 +16,7 @@ use crate::trust;
 use crate::value::Size;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -35,20 +36,26 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// If `folder` is an entry, records a use and keeps it until the result is dropped. A folder
-    /// that cannot be locked, as on some network file systems, is used without a lock.
-    pub fn hold(&self, folder: &Path) -> UseLock {
-        let held = folder.join(self.record).is_file().then(|| File::open(folder).ok()).flatten();
-        if let Some(file) = &held {
-            let _ = file.set_modified(SystemTime::now());
-            let _ = file.try_lock_shared();
+    /// Records a use of the entry in `folder` and keeps it until the result is dropped; `None`:
+    /// there is no entry, or another process removes it. A folder that cannot be locked, as on some
+    /// network file systems, is used without a lock.
+    pub fn hold(&self, folder: &Path) -> Option<UseLock> {
+        let is_entry = || folder.join(self.record).is_file();
+        let Ok(file) = File::open(folder) else { return is_entry().then(UseLock::default) };
+        if let Err(TryLockError::WouldBlock) = file.try_lock_shared() {
+            return None;
         }
-        UseLock { _folder: held }
+        // Another process may have moved the folder after it was opened here.
+        if !is_at(&file, folder) || !is_entry() {
+            return None;
+        }
+        let _ = file.set_modified(SystemTime::now());
+        Some(UseLock { _folder: Some(file) })
     }
 }
 
-/// Keeps an entry in the cache.
-#[derive(Debug)]
+/// Keeps an entry in the cache. The default value keeps none.
+#[derive(Debug, Default)]
 pub struct UseLock {
     _folder: Option<File>,
 }
@@ -106,8 +113,8 @@ impl Store {
 
     /// Returns an entry that `find` reads from its folder: from the store, or from another process
     /// that is building it, or from `make`, which builds it in the given folder, reports its
-    /// progress in the [`Lock`] and returns the folder with the result. The second value is true if
-    /// `make` has built it.
+    /// progress in the [`Lock`] and returns the folder with the result. The entry stays until the
+    /// second value is dropped. The third value is true if `make` has built it.
     ///
     /// # Errors
     /// Those of `make`; the store cannot be written.
@@ -118,18 +125,22 @@ impl Store {
         steps: &Steps,
         find: impl Fn(&Path) -> Option<E>,
         make: impl FnOnce(&Path, &Lock) -> Result<PathBuf, Failure>,
-    ) -> Result<(E, bool), Failure> {
+    ) -> Result<(E, UseLock, bool), Failure> {
         let place = self.folder.join(name);
-        let lock = match find(&place) {
-            Some(entry) => return Ok((entry, false)),
+        let find_and_hold = || {
+            let held = self.kind.hold(&place)?;
+            find(&place).map(|entry| (entry, held, false))
+        };
+        let lock = match find_and_hold() {
+            Some(found) => return Ok(found),
             None => {
                 let what = format!("this {}", self.kind.item);
                 Lock::wait(&self.lock_path(name), &what, steps)?
             }
         };
         // Another builder may have finished meanwhile.
-        if let Some(entry) = find(&place) {
-            return Ok((entry, false));
+        if let Some(found) = find_and_hold() {
+            return Ok(found);
         }
         self.remove_abandoned();
         let failed = |error: io::Error| cache::failed(&self.folder, &error);
@@ -138,17 +149,21 @@ impl Store {
         interruptible.remove_on_signal(lock.path());
 
         let made = make(work.path(), &lock).map_err(|failure| self.explain(failure))?;
-        self.put(&made, &place, work.path()).map_err(failed)?;
         let incomplete = || {
             let text = format!("the built {} is incomplete", self.kind.item);
             Failure::new(failure::INTERNAL, text)
         };
-        find(&place).ok_or_else(incomplete).map(|entry| (entry, true))
+        exclude_writers(&made).map_err(failed)?;
+        let held = self.kind.hold(&made).ok_or_else(incomplete)?;
+        let written = File::open(&made).and_then(|file| Ok(rustix::fs::syncfs(file)?));
+        written.map_err(failed)?;
+        let put = || self.put(&made, &place, work.path());
+        interruptible.uninterrupted(put).map_err(failed)?;
+        find(&place).ok_or_else(incomplete).map(|entry| (entry, held, true))
     }
 
-    /// Moves an entry into place after its files are on the disk.
+    /// Moves an entry into place, whose files are on the disk.
     fn put(&self, made: &Path, place: &Path, work: &Path) -> io::Result<()> {
-        rustix::fs::syncfs(File::open(made)?)?;
         // Damaged, or with another format version.
         if place.symlink_metadata().is_ok() {
             fs::rename(place, work.join("old"))?;
@@ -195,17 +210,35 @@ impl Store {
     /// removed ones.
     ///
     /// # Errors
-    /// A folder cannot be removed.
+    /// As those of [`Store::remove_each`].
     pub fn remove(&self, folders: Vec<PathBuf>) -> Result<Vec<String>, Failure> {
-        self.remove_abandoned();
         let mut removed = Vec::new();
-        let action = format!("remove the {}", self.kind.item);
-        for folder in folders {
-            let gone = remove(&folder, &self.folder).file_error(&action, &folder)?;
-            let name = folder.file_name().unwrap_or_default().to_string_lossy();
-            removed.extend(gone.then(|| name.into_owned()));
-        }
+        self.remove_each(folders, |name| removed.push(name.to_owned()))?;
         Ok(removed)
+    }
+
+    /// Removes the entries in these folders unless they are in use or gone, and calls `removed`
+    /// with the name of each removed one.
+    ///
+    /// # Errors
+    /// A folder cannot be removed, the first one of several; the others are.
+    pub fn remove_each(
+        &self,
+        folders: Vec<PathBuf>,
+        mut removed: impl FnMut(&str),
+    ) -> Result<(), Failure> {
+        self.remove_abandoned();
+        let action = format!("remove the {}", self.kind.item);
+        let mut result = Ok(());
+        for folder in folders {
+            let deleted = detach(&folder, &self.folder).and_then(|detached| {
+                let Some(work) = detached else { return Ok(()) };
+                removed(&folder.file_name().unwrap_or_default().to_string_lossy());
+                work.close()
+            });
+            result = result.and(deleted.file_error(&action, &folder));
+        }
+        result
     }
 
     /// Removes work folders and lock files of killed processes. Those that cannot be removed stay.
@@ -224,18 +257,60 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// Removes an entry unless it is in use. It is renamed first, so that no half-removed entry is
-/// found.
-fn remove(entry: &Path, store: &Path) -> io::Result<bool> {
-    let file = File::open(entry)?;
+/// Moves an entry into a work folder, so that no half-removed entry is found; `None`: it is in use
+/// or gone.
+fn detach(entry: &Path, store: &Path) -> io::Result<Option<ScratchFolder>> {
+    let is_gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    let file = match File::open(entry) {
+        Err(error) if is_gone(&error) => return Ok(None),
+        opened => opened?,
+    };
     match file.try_lock() {
-        Err(TryLockError::WouldBlock) => return Ok(false),
+        Err(TryLockError::WouldBlock) => return Ok(None),
         Err(TryLockError::Error(error)) => return Err(error),
         Ok(()) => {}
     }
+    // After the folder was opened, another process may have removed it, and a third one may have
+    // built the entry again.
+    if !is_at(&file, entry) {
+        return Ok(None);
+    }
     let work = ScratchFolder::new_in(store, WORK)?;
-    fs::rename(entry, work.path().join("old"))?;
-    work.close().map(|()| true)
+    match fs::rename(entry, work.path().join("old")) {
+        Err(error) if is_gone(&error) => Ok(None),
+        renamed => renamed.map(|()| Some(work)),
+    }
+}
+
+/// Returns whether the opened folder is still at its path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let opened = file.metadata().map(identity);
+    opened.is_ok_and(|opened| fs::metadata(path).is_ok_and(|found| identity(found) == opened))
+}
+
+/// Removes the write permission of group and others from all files and folders of a tree, which the
+/// umask may have left: only what no other user can change is trusted ([`trust::check`]). Symbolic
+/// links are not followed.
+///
+/// # Errors
+/// A file cannot be read or changed.
+pub fn exclude_writers(tree: &Path) -> io::Result<()> {
+    const WRITERS: u32 = 0o022;
+    let metadata = fs::symlink_metadata(tree)?;
+    if metadata.is_symlink() {
+        return Ok(());
+    }
+    let mode = metadata.mode() & 0o7777;
+    if mode & WRITERS != 0 {
+        fs::set_permissions(tree, fs::Permissions::from_mode(mode & !WRITERS))?;
+    }
+    if metadata.is_dir() {
+        for entry in fs::read_dir(tree)? {
+            exclude_writers(&entry?.path())?;
+        }
+    }
+    Ok(())
 }
 
 fn enough(room: u64, needed: u64, folder: &Path, item: &str) -> Result<(), Failure> {
@@ -251,16 +326,4 @@ fn enough(room: u64, needed: u64, folder: &Path, item: &str) -> Result<(), Failu
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_full_disk_is_said_before_the_build() {
-        const ROOM: u64 = 2 << 30;
-        assert!(enough(ROOM, ROOM, Path::new("/c"), "kernel").is_ok());
-        let failure = enough(ROOM - 1, ROOM, Path::new("/c"), "kernel").unwrap_err();
-        assert_eq!(failure.code(), failure::OS_ERROR);
-        let text = failure.to_string();
-        assert!(text.contains("/c has 2047 MiB left") && text.contains("XDG_CACHE_HOME"), "{text}");
-    }
-}
+mod tests;

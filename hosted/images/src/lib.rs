@@ -140,9 +140,8 @@ impl ImageArchive {
             write_record(&made, &file, &image).file_error("write", &made)?;
             Ok(made)
         };
-        let ((), is_new) = store.get(&name, &interruptible, &Steps::stderr(), find, make)?;
+        let ((), held, is_new) = store.get(&name, &interruptible, &Steps::stderr(), find, make)?;
         let folder = store.folder().join(name);
-        let held = KIND.hold(&folder);
         if is_new {
             // Images that cannot be removed stay.
             let _ = prune(store);

@@ -91,7 +91,7 @@ of the build. Equal inputs give equal kernels, so a kernel is built once and kep
 ($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 20 to 25 minutes on two CPUs. The newest
 three of each variant are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
-        /// Also copy the result to this folder.
+        /// Also copy the result to this folder, which must be new, empty or such a copy.
         #[arg(short, long, value_name = "FOLDER")]
         output: Option<PathBuf>,
         /// Options of the build.
@@ -179,6 +179,8 @@ impl KernelArguments {
 pub fn run(command: KernelCommand) -> Result<u8, Failure> {
     match command {
         KernelCommand::Build { output, how } => {
+            // Before a build of many minutes.
+            output.as_deref().map(built::check_output).transpose()?;
             let mut kernel = build(&how.options(), &Steps::stderr())?;
             if let Some(output) = output {
                 kernel = kernel.copy_to(&output)?;
@@ -242,7 +244,7 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
         let folder = steps.run("modules", |_| making.collect(&cost))?;
         Ok(BuiltKernel { folder, linux: version })
     })?;
-    Ok(Kernel::new(entry.folder, Some(held)))
+    Ok(Kernel::new(entry.folder, held))
 }
 
 /// Returns the kernel that was installed with `parador` ([`programs::installed`]).
@@ -273,10 +275,17 @@ pub fn cached() -> Result<Kernel, Failure> {
         )
     };
     let store = Store::existing()?.ok_or_else(|| none("in the cache".to_owned()))?;
-    let entries = store.entries()?;
-    let entry = list::default(&entries);
-    let entry = entry.ok_or_else(|| none(format!("in {}", store.folder().display())))?;
-    Ok(Kernel::new(entry.folder.clone(), Some(entry.hold())))
+    let mut entries = store.entries()?;
+    loop {
+        let entry = list::default(&entries);
+        let entry = entry.ok_or_else(|| none(format!("in {}", store.folder().display())))?;
+        let folder = entry.folder.clone();
+        match entry.hold() {
+            Some(held) => return Ok(Kernel::new(folder, held)),
+            // Another process has removed it meanwhile.
+            None => entries.retain(|entry| entry.folder != folder),
+        }
+    }
 }
 
 /// Describes the default kernel of `parador run`: its release and its path; `None`: there is none,
@@ -309,7 +318,7 @@ pub fn module(
     let folder = modules_source(folder)?;
     check_host()?;
     let kernel = match kernel {
-        Some(path) => Kernel::new(path.to_owned(), Some(hold(path))),
+        Some(path) => Kernel::new(path.to_owned(), hold(path)?),
         None => build(options, steps)?,
     };
     let made = kernel.folder.join(HEADERS_FOLDER);

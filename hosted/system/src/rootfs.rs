@@ -3,17 +3,21 @@
 //!
 //! debootstrap and apt fill a folder, with programs of another architecture executed by QEMU's user
 //! emulation; from it `mke2fs -d` creates a file system: no loop devices, and all mounts are in a
-//! namespace of their own. The result is a folder that appears
-//! complete or not at all. An existing disk is only replaced on request: a guest may have written
-//! to it. One disk is built at a time, because all builds share a package cache.
+//! namespace of their own. The result is a folder that appears complete or not at all. An existing
+//! disk is only replaced on request, as a guest may have written to it, and not while a VM uses it.
+//! One disk is built at a time, because all builds share a package cache.
 
 use clap::Args;
 use hosted_command::architecture::{Architecture, GuestArchitecture};
+use hosted_command::disk_lock;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::messages;
+use hosted_command::output_folder::OutputFolder;
+use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::steps::{Step, Steps};
+use hosted_command::store;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
 use hosted_command::value::Size;
@@ -25,19 +29,25 @@ use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use tempfile::TempDir;
 
-/// File names in the folder: disk, kernel, initial RAM disk, SSH key, and the build record.
+/// File names in the folder: disk, kernel, initial RAM disk, SSH key pair, and the build record.
 const DISK: &str = "disk.img";
 const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
 const KEY: &str = "ssh-key";
+const PUBLIC_KEY: &str = "ssh-key.pub";
 const RECORD: &str = "made-with";
+/// All of them.
+const FILES: [&str; 6] = [DISK, KERNEL, INITRD, KEY, PUBLIC_KEY, RECORD];
+/// Name prefix of the folders of running builds, which are in users' folders.
+const WORK: &str = ".parador-rootfs-";
 
 /// Value of --modules that installs none.
 const NO_MODULES: &str = "none";
 /// First line of [`RECORD`]; changes with the build procedure.
 const VERSION: &str = "parador rootfs 1";
+/// First words of the records of all versions.
+const RECORDS: &str = "parador rootfs ";
 /// Package cache.
 const ARCHIVES: &str = "/var/cache/parador/packages";
 /// Lock of the package cache, held during a build.
@@ -127,7 +137,8 @@ pub struct Options {
     /// those of the kernel of `parador run`].
     #[arg(long, value_name = "FOLDER")]
     pub modules: Option<PathBuf>,
-    /// Rebuild the disk; its contents are lost.
+    /// Rebuild the disk; its contents are lost. A disk that a VM uses is not replaced, nor a folder
+    /// with other files.
     #[arg(long)]
     pub force: bool,
 }
@@ -163,51 +174,62 @@ fn check(options: &Options) -> Result<(), Failure> {
 
 /// Builds the disk unless it exists.
 pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
-    let output = &options.output;
     check(options)?;
+    let output = OutputFolder::resolve(&options.output)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
     let kernel = KernelFile::find(None).ok();
     let modules = modules(options, kernel.as_ref(), caller)?;
     let record = record(options, key.as_deref());
-    if is_there(options, &record)? {
-        messages::to_stderr(format_args!("parador: {} already exists\n", output.display()));
+    if is_there(&output, options, &record)? {
+        let shown = options.output.display();
+        messages::to_stderr(format_args!("parador: {shown} already exists\n"));
         return Ok(());
     }
     check_host(options.arch)?;
     let archives = archives()?;
 
-    let parent = match output.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
+    let parent = output.parent();
     let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
     fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
     // Root works there: only root and the caller of sudo may change what the path resolves to.
     let parent = &trust::check_for(parent, caller)?;
+    let output = output.in_parent(parent);
     let interruptible = Interruptible::new()?;
     let lock = Lock::wait(Path::new(ARCHIVES_LOCK), "a disk", steps)?;
     interruptible.remove_on_signal(lock.path());
     // Another process may have built this disk meanwhile.
-    if is_there(options, &record)? {
+    if is_there(&output, options, &record)? {
         return Ok(());
     }
-    let work =
-        TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
+    let _held = lock_disk(output.path())?;
+    scratch::remove_abandoned(parent, WORK);
+    let work = ScratchFolder::new_in(parent, WORK).map_err(|error| failed(parent, error))?;
     interruptible.remove_on_signal(work.path());
     let result = work.path().join("result");
     fs::create_dir(&result).map_err(|error| failed(&result, error))?;
     let inputs = Inputs { options, key: key.as_deref(), modules, archives };
     make(&inputs, work.path(), &result, steps, &interruptible)?;
     write(&result.join(RECORD), record.as_bytes())?;
+    store::exclude_writers(&result).file_error("change", &result)?;
     give_to_owner_of(parent, &result)?;
 
     // The old disk is removed with the work folder.
-    let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("move", from);
-    if output.exists() {
-        put(output, &work.path().join("old"))?;
+    output.put(&result, &interruptible, || is_there(&output, options, &record).map(drop))
+}
+
+/// Locks the disk in the folder that is replaced, if it has one: no VM uses it until the result is
+/// dropped.
+fn lock_disk(folder: &Path) -> Result<Option<File>, Failure> {
+    let path = folder.join(DISK);
+    // A link is replaced, not its target.
+    if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
+        return Ok(None);
     }
-    put(&result, output)
+    let disk = File::options().read(true).write(true).open(&path).file_error("open", &path)?;
+    disk_lock::lock(&disk, &path, false)
+        .map_err(|failure| failure.help("power off the VM first, or use another folder"))?;
+    Ok(Some(disk))
 }
 
 /// Returns the mirror for security updates, if there is one.
@@ -248,27 +270,33 @@ fn record(options: &Options, key: Option<&str>) -> String {
 
 /// Returns whether the folder contains the requested disk. Fails if it contains other data, which
 /// must not be lost.
-fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
-    let Options { output, force, .. } = options;
-    let mut entries = match fs::read_dir(output) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-        entries => entries.file_error("read", output)?,
-    };
-    let known = fs::read_to_string(output.join(RECORD)).ok();
-    let whole = [DISK, KERNEL, INITRD].iter().all(|name| output.join(name).is_file());
-    let shown = output.display();
+fn is_there(output: &OutputFolder, options: &Options, record: &str) -> Result<bool, Failure> {
+    if output.is_empty()? {
+        return Ok(false);
+    }
+    let folder = output.path();
+    let known = fs::read_to_string(folder.join(RECORD)).ok();
+    let known = known.filter(|known| known.starts_with(RECORDS));
+    let whole = [DISK, KERNEL, INITRD].iter().all(|name| folder.join(name).is_file());
+    let shown = options.output.display();
+    let refuse = |text: String, help: &str| Err(Failure::new(failure::USAGE, text).help(help));
     match known {
-        None if entries.next().is_none() => Ok(false),
-        None => Err(Failure::new(failure::USAGE, format!("{shown} contains other files"))
-            .help("use a folder that does not exist")),
-        Some(_) if *force => Ok(false),
-        Some(known) if known == record && whole => Ok(true),
-        Some(_) => {
-            let message =
-                format!("the disk in {shown} was built with other options or is incomplete");
-            Err(Failure::new(failure::USAGE, message)
-                .help("use another folder, or --force to rebuild it: its contents will be lost"))
+        None => {
+            let text = format!("{shown} contains other files than a disk of `parador rootfs`");
+            refuse(text, "use a folder that does not exist")
         }
+        Some(_) if options.force => match output.foreign_entry(&FILES)? {
+            None => Ok(false),
+            Some(entry) => {
+                let text = format!("{} is no file of the disk and would be lost", entry.display());
+                refuse(text, "move it to another folder")
+            }
+        },
+        Some(known) if known == record && whole => Ok(true),
+        Some(_) => refuse(
+            format!("the disk in {shown} was built with other options or is incomplete"),
+            "use another folder, or --force to rebuild it: its contents will be lost",
+        ),
     }
 }
 
@@ -544,112 +572,4 @@ fn give_to_owner_of(parent: &Path, folder: &Path) -> Result<(), Failure> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn options(output: PathBuf) -> Options {
-        Options {
-            output,
-            arch: Architecture::X86,
-            size: Size(4 << 30),
-            include: vec!["b".into(), "a".into()],
-            ssh_key: None,
-            suite: "bookworm".into(),
-            mirror: "http://deb.debian.org/debian".into(),
-            security_mirror: None,
-            modules: None,
-            force: false,
-        }
-    }
-
-    #[test]
-    fn what_is_there_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut options = options(folder.path().join("debian"));
-        let record = record(&options, None);
-        assert!(!is_there(&options, &record).unwrap());
-        fs::create_dir(&options.output).unwrap();
-        assert!(!is_there(&options, &record).unwrap());
-        for name in [DISK, KERNEL, INITRD, RECORD] {
-            assert!(name == DISK || is_there(&options, &record).is_err(), "{name}");
-            fs::write(options.output.join(name), &record).unwrap();
-        }
-        assert!(is_there(&options, &record).unwrap());
-        options.include.reverse();
-        assert_eq!(super::record(&options, None), record);
-        options.arch = Architecture::Arm64;
-        assert!(is_there(&options, &super::record(&options, None)).is_err());
-        options.arch = Architecture::X86;
-        options.size = Size(2 << 30);
-        let other = super::record(&options, None);
-        assert!(is_there(&options, &other).is_err());
-        options.force = true;
-        assert!(!is_there(&options, &other).unwrap());
-        fs::remove_file(options.output.join(RECORD)).unwrap();
-        assert!(is_there(&options, &other).is_err(), "never a folder of others");
-    }
-
-    #[test]
-    fn arguments_that_make_no_sense() {
-        let folder = tempfile::tempdir().unwrap();
-        let refused = |change: fn(&mut Options)| {
-            let mut options = options(folder.path().join("debian"));
-            change(&mut options);
-            debian(&options, &Steps::stderr()).unwrap_err().code()
-        };
-        assert_eq!(refused(|options| options.size = Size(1 << 20)), failure::USAGE);
-        assert_eq!(refused(|options| options.size = Size((1 << 30) + 1024)), failure::USAGE);
-        assert_eq!(refused(|options| options.include = vec!["-o".into()]), failure::USAGE);
-        assert_eq!(refused(|options| options.suite = "a b".into()), failure::USAGE);
-        let missing = refused(|options| options.ssh_key = Some("/nowhere".into()));
-        assert_eq!(missing, failure::MISSING_FILE);
-        let missing = refused(|options| options.modules = Some("/nowhere".into()));
-        assert_eq!(missing, failure::MISSING_FILE);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn without_keys_there_is_no_disk() {
-        use Architecture::{Arm64, X86};
-        assert_eq!(missing(Arm64, |_| true), [""; 0]);
-        let keyring = |file: &Path| file != Path::new(KEYRING.0);
-        assert_eq!(missing(X86, keyring), ["debian-archive-keyring"]);
-        assert_eq!(missing(X86, |file| file != Path::new("gpgv")), ["gpgv"]);
-        let emulator = |file: &Path| file != Path::new("qemu-aarch64-static");
-        assert_eq!(missing(X86, emulator), [""; 0]);
-        assert_eq!(missing(Arm64, emulator), ["qemu-user-static"]);
-    }
-
-    #[test]
-    fn the_mirror_has_security_updates_too() {
-        let security = |mirror: &str, security: Option<&str>| {
-            let mut options = options(PathBuf::new());
-            options.mirror = mirror.to_owned();
-            options.security_mirror = security.map(str::to_owned);
-            security_mirror(&options).map_err(|failure| failure.code())
-        };
-        let beside = Ok(Some("http://mirror/debian-security".to_owned()));
-        assert_eq!(security("http://mirror/debian", None), beside);
-        assert_eq!(security("http://mirror/debian/", None), beside);
-        assert_eq!(security("http://mirror/other", None), Err(failure::USAGE));
-        assert_eq!(security("http://mirror/other", Some("file:/s")), Ok(Some("file:/s".into())));
-        assert_eq!(security("http://mirror/debian", Some("none")), Ok(None));
-    }
-
-    #[test]
-    fn one_partition_after_the_first_mebibyte() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disk");
-        write_partition_table(&path, 1 << 30).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 30);
-        let bytes = fs::read(&path).unwrap();
-        assert_eq!(bytes[446..462], [0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 0xf8, 0x1f, 0]);
-    }
-
-    #[test]
-    fn advice_names_the_folder() {
-        let advice = advice(Path::new("a/debian/vmlinuz")).unwrap();
-        assert_eq!(advice, "`sudo parador rootfs debian -o a/debian` creates it");
-        assert_eq!(super::advice(Path::new("a/debian/disk")), None);
-    }
-}
+mod tests;

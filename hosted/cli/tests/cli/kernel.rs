@@ -4,11 +4,12 @@
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::Signal;
 use serde_json::Value;
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, SystemTime};
 
 /// Makes what Linux' own Makefile would.
 const MAKE: &str = "\
@@ -104,6 +105,85 @@ fn a_kernel_is_built_once() {
     assert_eq!(folder.read("result/vmlinux"), b"kernel\n");
     let output = build(&folder, &["-o", "programs"]);
     assert_eq!(code(&output), 64, "{}", errors(&output));
+}
+
+#[test]
+fn only_kernels_made_here_are_replaced() {
+    let folder = folder(MAKE);
+    folder.write("linux/vmlinux", b"mine");
+    fs::create_dir_all(folder.path("below/deep")).unwrap();
+    let refused = |output: &str, text: &str| {
+        let output = build(&folder, &["-o", output]);
+        assert_eq!(code(&output), 64, "{}", errors(&output));
+        assert!(errors(&output).contains(text), "{}", errors(&output));
+        assert!(!folder.path("called").exists(), "before the build");
+    };
+    refused("linux", "contains linux/Kbuild");
+    refused("system.toml", "is not a folder");
+    refused(".", "the current folder");
+    refused("below/..", "the current folder");
+    refused("/proc", "a mount point");
+    assert_eq!(folder.read("linux/vmlinux"), b"mine");
+
+    // A file that appears during the build.
+    let late = "late=$(dirname \"$0\")/../late; mkdir -p \"$late\"; : >\"$late/notes\"";
+    folder.script("programs/make", &format!("{late}\n{MAKE}"));
+    let output = build(&folder, &["-o", "late"]);
+    assert_eq!(code(&output), 64, "{}", errors(&output));
+    assert!(errors(&output).contains("contains late/notes"), "{}", errors(&output));
+    assert_eq!(folder.list("late"), ["notes"]);
+    assert_eq!(folder.list(CACHE).len(), 1, "the kernel is kept");
+}
+
+#[test]
+fn the_target_of_a_link_is_replaced() {
+    let folder = folder(MAKE);
+    symlink("below/result", folder.path("link")).unwrap();
+    let copy = || {
+        let output = build(&folder, &["-o", "link"]);
+        assert_eq!(code(&output), 0, "{}", errors(&output));
+        assert_eq!(folder.read("below/result/vmlinux"), b"kernel\n");
+        assert!(folder.path("link").is_symlink());
+        assert_eq!(folder.list("below"), ["result"]);
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let shown = copy();
+    folder.write("below/result/vmlinux", b"older");
+    // Left by a killed process; and of another program.
+    for name in ["below/.parador-kernel-left", ".partial-other"] {
+        fs::create_dir(folder.path(name)).unwrap();
+        let time = SystemTime::now() - Duration::from_secs(3600);
+        File::open(folder.path(name)).unwrap().set_modified(time).unwrap();
+    }
+    assert_eq!(copy(), shown);
+    assert!(shown.ends_with("  link/vmlinux\n"), "{shown}");
+    assert!(folder.path(".partial-other").exists());
+}
+
+#[test]
+fn a_kernel_built_with_any_umask_is_used() {
+    for umask in ["000", "002", "077"] {
+        let folder = folder(MAKE);
+        let program = env!("CARGO_BIN_EXE_parador");
+        let build = || {
+            let script = format!("umask {umask}; exec {program} kernel build --source linux");
+            let mut command = Command::new("sh");
+            command.args(["-c", &script]).current_dir(folder.path(""));
+            let path = format!("{}:/bin:/usr/bin", folder.path("programs").display());
+            command.env("PATH", path).env("XDG_CACHE_HOME", folder.path("cache"));
+            let output = command.env("PARADOR_ARTIFACTS", "programs").output().unwrap();
+            assert_eq!(code(&output), 0, "{umask}: {}", errors(&output));
+            errors(&output)
+        };
+        assert!(build().contains("1 files compiled"));
+        assert!(build().contains("cached, built 20"), "{umask}");
+        // A kernel that others may change is not used, for a reason that is named.
+        let kernel = format!("{CACHE}/{}", folder.list(CACHE)[0]);
+        let loose = Permissions::from_mode(0o777);
+        fs::set_permissions(folder.path(&kernel), loose).unwrap();
+        let text = build();
+        assert!(text.contains("is writable by other users (mode 777)"), "{text}");
+    }
 }
 
 #[test]

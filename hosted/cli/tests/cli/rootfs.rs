@@ -3,8 +3,10 @@
 
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::{Signal, geteuid};
-use std::os::unix::fs::PermissionsExt;
+use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
 
 /// Stands for `unshare OPTIONS -- PROGRAM ARGUMENTS`. Its debootstrap makes a tree with a kernel.
 const UNSHARE: &str = "\
@@ -91,6 +93,44 @@ fn a_disk_is_made_once() {
 }
 
 #[test]
+fn only_a_disk_that_no_vm_uses_is_rebuilt() {
+    let folder = folder(UNSHARE);
+    if is_refused(&folder) {
+        return;
+    }
+    symlink("made/debian", folder.path("link")).unwrap();
+    let force = || rootfs(&folder, &["--force", "--output", "link"]).output().unwrap();
+    assert_eq!(code(&rootfs(&folder, &[]).output().unwrap()), 0);
+    let disk = folder.path("made/debian/disk.img");
+    let identity = || fs::metadata(&disk).unwrap().ino();
+    let (first, calls) = (identity(), folder.read("called"));
+    let vm = File::open(&disk).unwrap();
+    vm.try_lock().unwrap();
+    let output = force();
+    assert_eq!(code(&output), 71, "{}", errors(&output));
+    let text = errors(&output);
+    assert!(text.contains("disk.img is in use by another VM"), "{text}");
+    drop(vm);
+    folder.write("made/debian/notes", b"mine");
+    let output = force();
+    assert_eq!(code(&output), 64, "{}", errors(&output));
+    assert!(errors(&output).contains("debian/notes is no file of the disk"), "{}", errors(&output));
+    assert_eq!((identity(), folder.read("called")), (first, calls), "before the build");
+
+    fs::remove_file(folder.path("made/debian/notes")).unwrap();
+    // Left by a killed process; and of another program.
+    for name in ["made/.parador-rootfs-left", "made/.partial-other"] {
+        fs::create_dir(folder.path(name)).unwrap();
+        let time = SystemTime::now() - Duration::from_secs(3600);
+        File::open(folder.path(name)).unwrap().set_modified(time).unwrap();
+    }
+    assert_eq!(code(&force()), 0);
+    assert_ne!(identity(), first);
+    assert!(folder.path("link").is_symlink());
+    assert_eq!(folder.list("made"), [".partial-other", "debian"]);
+}
+
+#[test]
 fn builds_wait_for_each_other() {
     // apt refuses a cache that another one uses.
     let alone = "mkdir running || { echo 'E: Could not get lock'; exit 1; }; sleep 0.5\n";
@@ -145,7 +185,7 @@ fn a_failure_leaves_nothing() {
 fn a_signal_leaves_nothing() {
     // The child keeps writing until it is killed.
     let folder = folder(
-        "echo $$ >pid; while :; do for work in made/.partial-*; do echo >\"$work/file\"; done; done",
+        "echo $$ >pid; while :; do for work in made/.parador-rootfs-*; do echo >\"$work/file\"; done; done",
     );
     if is_refused(&folder) {
         return;

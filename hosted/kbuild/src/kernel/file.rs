@@ -27,19 +27,21 @@ impl KernelFile {
     /// one.
     ///
     /// # Errors
-    /// None is named, installed or cached; or another user can change the installed one.
+    /// None is named, installed or cached; another user can change the installed one; or another
+    /// process removes the named one.
     pub fn find(named: Option<&Path>) -> Result<Self, Failure> {
         let new = |path: PathBuf, is_installed| {
-            let held = hold(path.parent().unwrap_or(Path::new("")));
-            Self { path, is_installed, _held: held }
+            let held = hold(path.parent().unwrap_or(Path::new("")))?;
+            Ok(Self { path, is_installed, _held: held })
         };
         if let Some(path) = named {
-            return Ok(new(path.to_owned(), false));
+            return new(path.to_owned(), false);
         }
         if let Some(path) = super::installed()? {
-            return Ok(new(path, true));
+            return new(path, true);
         }
-        Ok(new(super::cached()?.vmlinux(), false))
+        let kernel = super::cached()?;
+        Ok(Self { path: kernel.vmlinux(), is_installed: false, _held: kernel.held })
     }
 
     /// Returns the folder of the kernel's modules, whose name is the kernel's release: beside a

@@ -94,10 +94,13 @@ pub fn default(entries: &[CachedKernel]) -> Option<&CachedKernel> {
 /// Removes all but the `keep` most recently used kernels and prints their names.
 pub fn prune(keep: usize) -> Result<(), Failure> {
     let Some(store) = Store::existing()? else { return Ok(()) };
-    for name in store.prune(keep)? {
-        output::print(format!("removed {name}\n"))?;
-    }
-    Ok(())
+    let mut printed = Ok(());
+    let pruned = store.prune(keep, |name| {
+        if printed.is_ok() {
+            printed = output::print(format!("removed {name}\n"));
+        }
+    });
+    pruned.and(printed)
 }
 
 /// Returns the disk usage of all files below a folder; unreadable files count as zero.

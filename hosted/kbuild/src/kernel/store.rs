@@ -3,7 +3,7 @@
 
 use super::layout::{BZIMAGE, CONFIGURED, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use hosted_command::digest::{digest, file_digest};
-use hosted_command::failure::Failure;
+use hosted_command::failure::{self, Failure};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::messages::{Level, say};
@@ -20,7 +20,7 @@ use std::time::SystemTime;
 /// Kernels in the cache.
 pub const KIND: Kind = Kind { folder: "kernels", record: RECORD, item: "kernel" };
 /// File in a kernel's folder with its [`Record`].
-const RECORD: &str = "kernel.json";
+pub const RECORD: &str = "kernel.json";
 /// Format version of the record; folders with another one are ignored.
 const FORMAT: u32 = 1;
 /// Number of kernels that are kept.
@@ -78,29 +78,59 @@ pub struct CachedKernel {
 }
 
 impl CachedKernel {
-    /// Reads the kernel in `folder`; `None` if it is incomplete, or writable by other users.
+    /// Reads the kernel in `folder`; `None` if it is incomplete, or, with a warning, if other users
+    /// can change it.
     fn read(folder: PathBuf) -> Option<Self> {
-        let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
+        let record = read_record(&folder)?;
         let vmlinux = folder.join(VMLINUX);
         let named = folder.file_name().is_some_and(|name| name == &*record.inputs.name());
         let whole = [BZIMAGE, SYMBOLS, CONFIGURED].iter().all(|name| folder.join(name).is_file())
             && [MODULES, HEADERS_FOLDER].iter().all(|name| folder.join(name).is_dir())
             && fs::metadata(&vmlinux).is_ok_and(|file| file.len() == record.bytes);
-        let sound = record.format == FORMAT && named && whole && trust::check(&vmlinux).is_ok();
+        if record.format != FORMAT || !named || !whole {
+            return None;
+        }
+        if let Err(failure) = trust::check(&vmlinux) {
+            let (Failure::Simple { message: reason, .. } | Failure::Report { text: reason, .. }) =
+                failure;
+            say(Level::Warn, &format!("the cached kernel {reason}"));
+            return None;
+        }
         let used = fs::metadata(&folder).and_then(|folder| folder.modified()).ok()?;
-        sound.then_some(Self { folder, record, used })
+        Some(Self { folder, record, used })
     }
 
-    /// Records a use and keeps the kernel until the result is dropped.
-    pub fn hold(&self) -> UseLock {
-        hold(&self.folder)
+    /// Records a use and keeps the kernel until the result is dropped; `None`: another process has
+    /// removed it.
+    pub fn hold(&self) -> Option<UseLock> {
+        KIND.hold(&self.folder)
     }
 }
 
-/// If `vmlinux` in `folder` is a cached kernel, records a use and keeps it until the result is
+/// Reads the record of the kernel in `folder`.
+fn read_record(folder: &Path) -> Option<Record> {
+    serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()
+}
+
+/// Returns whether `folder` has the record of a built kernel, complete or not, of any version.
+pub fn has_record(folder: &Path) -> bool {
+    read_record(folder).is_some()
+}
+
+/// If `folder` has a cached kernel or a copy of one, records a use and keeps it until the result is
 /// dropped.
-pub fn hold(folder: &Path) -> UseLock {
-    KIND.hold(folder)
+///
+/// # Errors
+/// Another process removes the kernel: code 66.
+pub fn hold(folder: &Path) -> Result<UseLock, Failure> {
+    let folder = if folder == Path::new("") { Path::new(".") } else { folder };
+    if !folder.join(RECORD).is_file() {
+        return Ok(UseLock::default());
+    }
+    KIND.hold(folder).ok_or_else(|| {
+        let text = format!("another process removes the kernel in {}", folder.display());
+        Failure::new(failure::MISSING_FILE, text).help("`parador kernel build` builds one")
+    })
 }
 
 /// Result of a build.
@@ -159,25 +189,29 @@ impl Store {
             recorded.map_err(|error| cache::failed(self.folder(), &error))?;
             Ok(made.folder)
         };
-        let (entry, is_new) = self.entries.get(&inputs.name(), interruptible, steps, find, make)?;
-        let held = entry.hold();
+        let (entry, held, is_new) =
+            self.entries.get(&inputs.name(), interruptible, steps, find, make)?;
         if is_new {
             // Kernels that cannot be removed stay.
-            let _ = self.prune(KEPT);
+            let _ = self.prune(KEPT, |_| {});
         } else {
             steps.run("kernel", |_| Ok(((), format!("cached, built {}", entry.record.built))))?;
         }
         Ok((entry, held))
     }
 
-    /// Removes all but the newest `keep` kernels of each variant and returns the names of the
-    /// removed ones. Kernels in use stay. With `keep` 0, folders without a complete kernel of this
-    /// version are removed, too.
-    pub fn prune(&self, keep: usize) -> Result<Vec<String>, Failure> {
-        self.entries.remove(match keep {
+    /// Removes all but the newest `keep` kernels of each variant and calls `removed` with the name
+    /// of each removed one. Kernels in use stay. With `keep` 0, folders without a complete kernel
+    /// of this version are removed, too.
+    ///
+    /// # Errors
+    /// A kernel cannot be removed; the others are.
+    pub fn prune(&self, keep: usize, removed: impl FnMut(&str)) -> Result<(), Failure> {
+        let folders = match keep {
             0 => self.entries.all()?,
             _ => self.older(keep)?,
-        })
+        };
+        self.entries.remove_each(folders, removed)
     }
 
     /// Returns the folders of complete kernels, without the newest `keep` of each variant.

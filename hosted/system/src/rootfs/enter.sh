@@ -5,6 +5,7 @@
 # executes the tree's programs, empty for the processor; HANDLER, its line for binfmt_misc.
 # Arguments: the command.
 set -eu
+umask 022
 
 mount -t sysfs -o ro sysfs "$TREE/sys"
 mount -t tmpfs tmpfs "$TREE/dev/shm"

@@ -4,6 +4,8 @@
 # public key; MODULES, what is copied to the modules, empty for none.
 # Arguments: packages.
 set -eu
+# Users of the disk read what root writes here.
+umask 022
 
 if [ -x "$TREE/debootstrap/debootstrap" ]; then
     # The second stage of another architecture. In a user namespace it cannot make device files,

@@ -485,7 +485,7 @@ impl LocalApic {
         }
         match delivery {
             FIXED | LOWEST | SMI | NMI | STARTUP => {}
-            // The de-assertion, of a level, only synchronises arbitration ids, which are not modelled.
+            // The de-assertion, of a level, synchronises arbitration ids, which are not modelled.
             INIT if low & (ICR_ASSERT | ICR_LEVEL) == ICR_LEVEL => return,
             INIT => {}
             _ => return env.missing("local APIC: delivery mode", low.into()),

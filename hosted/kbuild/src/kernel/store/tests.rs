@@ -55,6 +55,13 @@ fn names(store: &Store) -> Vec<String> {
     names
 }
 
+/// Removes kernels and returns their names.
+fn pruned(store: &Store, keep: usize) -> Vec<String> {
+    let mut names = Vec::new();
+    store.prune(keep, |name| names.push(name.to_owned())).unwrap();
+    names
+}
+
 /// Sets the last use to this long ago.
 fn age(folder: &Path, age: Duration) {
     File::open(folder).unwrap().set_modified(SystemTime::now() - age).unwrap();
@@ -127,6 +134,38 @@ fn what_others_may_write_to_is_not_used() {
     assert!(store.entries().unwrap().is_empty());
     fs::set_permissions(&built.folder, fs::Permissions::from_mode(0o755)).unwrap();
     assert_eq!(store.entries().unwrap().len(), 1);
+}
+
+#[test]
+fn a_build_with_any_umask_is_used() {
+    use std::os::unix::fs::PermissionsExt;
+    let (_folder, store) = store();
+    let loose = |work: &Path, lock: &Lock| {
+        let made = make(work, lock)?;
+        for name in ["", MODULES, HEADERS_FOLDER, VMLINUX] {
+            let all = fs::Permissions::from_mode(0o777);
+            fs::set_permissions(made.folder.join(name), all).unwrap();
+        }
+        Ok(made)
+    };
+    get(&store, "a", loose).unwrap();
+    get(&store, "a", never).unwrap();
+}
+
+#[test]
+fn a_kernel_being_removed_is_not_held() {
+    let (_folder, store) = store();
+    let (built, held) = get(&store, "a", make).unwrap();
+    drop(held);
+    let remover = File::open(&built.folder).unwrap();
+    remover.try_lock().unwrap();
+    assert!(built.hold().is_none());
+    let failure = hold(&built.folder).unwrap_err();
+    assert_eq!(failure.code(), failure::MISSING_FILE);
+    drop(remover);
+    assert_eq!(pruned(&store, 0), [inputs("a").name()]);
+    assert!(built.hold().is_none(), "it is gone");
+    assert!(hold(store.folder()).is_ok(), "a folder without a kernel needs no lock");
 }
 
 #[test]
@@ -231,16 +270,16 @@ fn the_last_ones_are_kept_and_those_in_use() {
     let there = |source: &str| store.folder().join(inputs(source).name()).is_dir();
     assert_eq!(["a", "b", "c", "d"].map(there), [true, false, true, true]);
 
-    let held = hold(&folders[2]);
+    let held = hold(&folders[2]).unwrap();
     age(&folders[2], 20 * YOUNG);
     get(&store, "e", make).unwrap();
     assert_eq!(["a", "c", "d", "e"].map(there), [true; 4], "c is in use");
     drop(held);
     age(&folders[2], 20 * YOUNG);
-    assert_eq!(store.prune(KEPT).unwrap(), [inputs("c").name()]);
+    assert_eq!(pruned(&store, KEPT), [inputs("c").name()]);
     fs::create_dir(store.folder().join("linux-copied-by-hand")).unwrap();
-    assert_eq!(store.prune(1).unwrap().len(), 2);
-    assert_eq!(store.prune(0).unwrap().len(), 2);
+    assert_eq!(pruned(&store, 1).len(), 2);
+    assert_eq!(pruned(&store, 0).len(), 2);
     assert_eq!(names(&store), [""; 0]);
 }
 
@@ -254,6 +293,6 @@ fn a_comparison_does_not_push_out_the_default_kernel() {
     };
     let kinds = ["previrt", "untuned", "plain", "stock"];
     let made = kinds.map(name);
-    assert_eq!(store.prune(1).unwrap(), [""; 0]);
+    assert_eq!(pruned(&store, 1), [""; 0]);
     assert!(made.iter().all(|name| store.folder().join(name).is_dir()));
 }
