@@ -31,6 +31,7 @@ use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};
 use crate::transcript::ensure_lacks;
 use anyhow::{Context, Result, bail, ensure};
+use rustix::io::ioctl_fionread;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -440,13 +441,26 @@ fn unread_output(rig: &Rig) -> Result<()> {
         command.args(["--timeout", time, "-p", "parador.run=\"yes\""]);
         command
     };
-    let mut child = start(&mut limited("5s"))?;
+    let mut child = start(&mut limited("20s"))?;
+    fills(&child)?;
     ensure!(ended_within(&mut child, 4 * GONE)? == Some(124), "the time limit had no effect");
     let mut child = start(&mut limited("120s"))?;
-    // The pipe must be full.
-    sleep(Duration::from_secs(5));
+    fills(&child)?;
     succeed(Command::new("kill").arg(child.id().to_string()))?;
     ensure!(ended_within(&mut child, GONE)? == Some(143), "the signal had no effect");
+    Ok(())
+}
+
+/// Waits until the pipe of a process' output is full.
+fn fills(child: &Child) -> Result<()> {
+    /// Linux' pipes, in bytes (pipe(7)).
+    const PIPE: u64 = 64 << 10;
+    let output = child.stdout.as_ref().context("no pipe")?;
+    let begun = Instant::now();
+    while ioctl_fionread(output).context("cannot examine the pipe")? < PIPE {
+        ensure!(begun.elapsed() < 3 * GONE, "the pipe was not filled");
+        sleep(Duration::from_millis(50));
+    }
     Ok(())
 }
 

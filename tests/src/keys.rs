@@ -27,6 +27,10 @@ const BUSYBOX: &str = "/bin/busybox";
 /// The attack program, and those that make system calls by `int $0x80`.
 const PROGRAMS: [&str; 4] =
     ["linux-attack", "linux-compat-32", "linux-compat-pie", "linux-compat-64"];
+/// First output of an emulated host's first program.
+const BEGUN: &str = "the first program has begun";
+/// Error of an emulated host that does not get there.
+pub const STOPPED: &str = "the emulated host stopped in its boot";
 /// The first program of both machines, before what it is to do.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
@@ -180,7 +184,7 @@ pub fn apart() -> Result<()> {
 /// it.
 pub fn host_disk(folder: &Path, script: &str, files: &[PathBuf]) -> Result<PathBuf> {
     let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
-    ram_disk(folder, "host", script, files, &programs)
+    ram_disk(folder, "host", &format!("echo {BEGUN}\n{script}"), files, &programs)
 }
 
 /// Boots Debian's kernel with a RAM disk on an emulated processor that has protection keys, with a
@@ -191,7 +195,12 @@ pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
     machine.args(["-cpu", "max,-smap", "-m", "1G"]).args(arguments);
     machine.arg("-kernel").arg(debian_kernel()?.join("vmlinuz")).arg("-initrd").arg(disk);
     machine.args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"]);
-    succeed(&mut machine)
+    succeed(&mut machine).map_err(|error| {
+        let text = format!("{error:#}");
+        // Process 1, before it is a program.
+        let is_in_boot = text.contains("[swapper/0:1]") && !text.contains(BEGUN);
+        if is_in_boot { error.context(STOPPED) } else { error }
+    })
 }
 
 /// Without PKU, `auto` prints a warning and `keys` fails; with `none` there is no message.

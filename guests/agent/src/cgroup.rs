@@ -32,9 +32,9 @@ pub fn create(name: &str, limits: &Limits, device_filter: &[u64]) -> io::Result<
     let place = place(name);
     fs::write(controllers, CONTROLLERS)
         .and_then(|()| match fs::create_dir(&place) {
-            // That of a former container of this name, which is empty.
+            // That of a former container of this name, without processes.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                fs::remove_dir(&place).and_then(|()| fs::create_dir(&place))
+                remove_tree(&place).and_then(|()| fs::create_dir(&place))
             }
             made => made,
         })
@@ -71,11 +71,22 @@ pub fn remove(name: &str) {
     const ATTEMPTS: u32 = 100;
     const INTERVAL: Duration = Duration::from_millis(5);
     for _ in 0..ATTEMPTS {
-        match fs::remove_dir(place(name)) {
+        match remove_tree(&place(name)) {
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => thread::sleep(INTERVAL),
             _ => return,
         }
     }
+}
+
+/// Removes a cgroup and those that its container has made below it.
+fn remove_tree(place: &Path) -> io::Result<()> {
+    // The files of a cgroup end with it. The container has ended, and makes no more.
+    for entry in fs::read_dir(place)?.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_tree(&entry.path())?;
+        }
+    }
+    fs::remove_dir(place)
 }
 
 /// Removes the cgroup of a container that could not be prepared, and returns the reason.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fmt;
-use std::io::stderr;
+use std::io::{ErrorKind, stderr};
 use std::mem;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -138,8 +138,13 @@ pub fn to_stderr(text: fmt::Arguments<'_>) {
 }
 
 fn write_to_stderr(bytes: &[u8]) {
+    /// The reader did not take the last message in time: it gets no more time for others.
+    static IS_LATE: AtomicBool = AtomicBool::new(false);
     let all = stderr().lock();
-    let _ = streams::write_within(all.as_fd(), bytes, PATIENCE);
+    let limit = if IS_LATE.load(Relaxed) { Duration::ZERO } else { PATIENCE };
+    let written = streams::write_within(all.as_fd(), bytes, limit);
+    let is_late = written.is_err_and(|error| error.kind() == ErrorKind::TimedOut);
+    IS_LATE.store(is_late, Relaxed);
 }
 
 fn print(record: &Record<'_>) {

@@ -1,7 +1,9 @@
 //! Folders of unfinished work, which the next process removes if theirs was killed.
 
+use rustix::fs::OFlags;
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 use tempfile::TempDir;
@@ -51,7 +53,10 @@ pub fn remove_abandoned(parent: &Path, prefix: &str) {
         let is_scratch = entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes());
         let age = entry.metadata().and_then(|metadata| metadata.modified());
         let is_old = age.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > YOUNG));
-        let is_free = || File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
+        // Opening a pipe would wait for its writer: other users may have made the entry.
+        let mut folder = File::options();
+        folder.read(true).custom_flags((OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32);
+        let is_free = || folder.open(&path).is_ok_and(|file| file.try_lock().is_ok());
         if is_scratch && is_old && is_free() {
             let _ = fs::remove_dir_all(&path);
         }
@@ -61,7 +66,8 @@ pub fn remove_abandoned(parent: &Path, prefix: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::SystemTime;
+    use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, mknodat, utimensat};
+    use std::time::{SystemTime, UNIX_EPOCH};
 
     #[test]
     fn what_killed_processes_leave_goes() {
@@ -73,6 +79,12 @@ mod tests {
         };
         let held = ScratchFolder::new_in(parent.path(), "exec-").unwrap();
         age(held.path());
+        let pipe = parent.path().join("exec-pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let long_ago = (SystemTime::now() - 2 * YOUNG).duration_since(UNIX_EPOCH).unwrap();
+        let long_ago = Timespec::try_from(long_ago).unwrap();
+        let times = Timestamps { last_access: long_ago, last_modification: long_ago };
+        utimensat(CWD, &pipe, &times, AtFlags::empty()).unwrap();
         let [left, young, other] = ["exec-left", "exec-young", "other"].map(|name| {
             let path = parent.path().join(name);
             fs::create_dir(&path).unwrap();
@@ -83,6 +95,6 @@ mod tests {
         let there = [held.path(), &left, &young, &other].map(Path::exists);
         assert_eq!(there, [true, false, true, true]);
         held.close().unwrap();
-        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 2);
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 3);
     }
 }

@@ -51,8 +51,34 @@ enum Way {
     Own,
     /// Socket.
     Socket,
-    /// The open file is that of others: few bytes at a time, when poll(2) reports room.
-    Shared,
+    /// The open file is that of others: this many bytes at a time, when poll(2) reports room.
+    Shared(usize),
+}
+
+/// Opens a pipe or terminal again, for writes that do not block; `None`: it is neither, or that is
+/// not permitted.
+pub fn reopened(stream: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let found = fstat(stream).ok()?;
+    let is_suitable = match FileType::from_raw_mode(found.st_mode) {
+        FileType::Fifo => true,
+        FileType::CharacterDevice => (major(found.st_rdev), minor(found.st_rdev)) != MULTIPLEXER,
+        _ => false,
+    };
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let path = || format!("/proc/self/fd/{}", stream.as_raw_fd());
+    is_suitable.then(|| open(path(), flags, Mode::empty()).ok()).flatten()
+}
+
+impl Way {
+    /// Returns the way for a stream that is not opened again.
+    fn of(stream: BorrowedFd<'_>) -> io::Result<Self> {
+        Ok(match FileType::from_raw_mode(fstat(stream)?.st_mode) {
+            FileType::Socket => Self::Socket,
+            // A terminal with room may have little of it.
+            FileType::CharacterDevice => Self::Shared(1),
+            _ => Self::Shared(PIPE_BUF),
+        })
+    }
 }
 
 impl Output {
@@ -61,23 +87,9 @@ impl Output {
     /// # Errors
     /// The stream is closed, or there are too many descriptors.
     pub fn new(stream: BorrowedFd<'_>) -> io::Result<Self> {
-        let found = fstat(stream)?;
-        let device = (major(found.st_rdev), minor(found.st_rdev));
-        let again = || {
-            let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-            open(format!("/proc/self/fd/{}", stream.as_raw_fd()), flags, Mode::empty()).ok()
-        };
-        let (own, way) = match FileType::from_raw_mode(found.st_mode) {
-            FileType::Fifo => (again(), Way::Own),
-            FileType::CharacterDevice if device != MULTIPLEXER => (again(), Way::Own),
-            FileType::Socket => (None, Way::Socket),
-            // Another open file would have another position; files have room.
-            _ => (None, Way::Shared),
-        };
-        let (stream, way) = match own {
-            Some(own) => (own, way),
-            None if way == Way::Own => (stream.try_clone_to_owned()?, Way::Shared),
-            None => (stream.try_clone_to_owned()?, way),
+        let (stream, way) = match reopened(stream) {
+            Some(own) => (own, Way::Own),
+            None => (stream.try_clone_to_owned()?, Way::of(stream)?),
         };
         Ok(Self { stream, way, unwritten: Vec::new() })
     }
@@ -116,11 +128,11 @@ impl Output {
             _ if bytes.is_empty() => Ok(0),
             Way::Own => write(&self.stream, bytes),
             Way::Socket => send(&self.stream, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
-            Way::Shared => {
+            Way::Shared(most) => {
                 let mut room = [PollFd::new(&self.stream, PollFlags::OUT)];
                 match poll(&mut room, Some(&Timespec::default()))? {
                     0 => Err(Errno::AGAIN),
-                    _ => write(&self.stream, &bytes[..bytes.len().min(PIPE_BUF)]),
+                    _ => write(&self.stream, &bytes[..bytes.len().min(most)]),
                 }
             }
         }
@@ -176,18 +188,14 @@ fn repeat(
 mod tests {
     use super::*;
     use rustix::io::ioctl_fionbio;
+    use std::fs::File;
     use std::io::{Read, Write, pipe};
     use std::os::unix::net::UnixStream;
     use std::thread::{sleep, spawn};
     use std::time::Duration;
 
     /// Writes to a stream without a reader, then reads all of it.
-    fn nothing_is_lost(to: &impl AsFd, mut from: impl Read, way: Way) {
-        let mut output = Output::new(to.as_fd()).unwrap();
-        if output.way == Way::Own {
-            output.way = way;
-        }
-        assert_eq!(output.way, way);
+    fn nothing_is_lost(mut output: Output, mut from: impl Read) {
         let all: Vec<u8> = (0..1_000_000_u32).map(|index| index as u8).collect();
         for part in all.chunks(100_000) {
             output.write(part).unwrap();
@@ -207,18 +215,39 @@ mod tests {
 
     #[test]
     fn output_does_not_wait_for_readers() {
-        for way in [Way::Own, Way::Shared] {
-            let (from, to) = pipe().unwrap();
-            nothing_is_lost(&to, from, way);
-        }
+        let (from, to) = pipe().unwrap();
+        let output = Output::new(to.as_fd()).unwrap();
+        assert_eq!(output.way, Way::Own);
+        drop(to);
+        nothing_is_lost(output, from);
+        let (from, to) = pipe().unwrap();
+        let way = Way::of(to.as_fd()).unwrap();
+        assert_eq!(way, Way::Shared(PIPE_BUF));
+        nothing_is_lost(Output { stream: to.into(), way, unwritten: Vec::new() }, from);
         let (from, to) = UnixStream::pair().unwrap();
-        nothing_is_lost(&to, from, Way::Socket);
+        let output = Output::new(to.as_fd()).unwrap();
+        assert_eq!(output.way, Way::Socket);
+        drop(to);
+        nothing_is_lost(output, from);
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(b"begun ").unwrap();
         let mut output = Output::new(file.as_fd()).unwrap();
         output.write(&[b'x'; 100_000]).unwrap();
         assert!(output.waits().is_none());
         assert_eq!(file.metadata().unwrap().len(), 100_006, "after what others wrote");
+    }
+
+    /// A terminal that cannot be opened again, and whose other end is not read.
+    #[test]
+    fn a_shared_terminal_is_not_waited_for() {
+        let master = nix::pty::openpty(None, None).unwrap();
+        let (from, to) = (File::from(master.master), master.slave);
+        let way = Way::of(to.as_fd()).unwrap();
+        assert_eq!(way, Way::Shared(1));
+        let mut output = Output { stream: to, way, unwritten: Vec::new() };
+        output.write(&[b'x'; 100_000]).unwrap();
+        assert!(output.waits().is_some());
+        drop(from);
     }
 
     #[test]

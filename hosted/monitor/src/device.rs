@@ -4,13 +4,14 @@ use crate::descriptors;
 use crate::device_process::DeviceProcess;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure};
+use hosted_command::streams;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock};
 use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -134,6 +135,10 @@ fn spawn(
         .stdin(Stdio::null())
         // The process reports READY there; a hang-up is its end.
         .stdout(Stdio::piped());
+    // A reader of messages that does not keep up must not stop the device.
+    if let Some(errors) = streams::reopened(io::stderr().as_fd()) {
+        command.stderr(errors);
+    }
     descriptors::give(&mut command, mappings, layout::DISKS_FD as i32, &name)?;
     DeviceProcess::start(name, &mut command)
 }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 mod backing;
@@ -64,6 +64,13 @@ impl DiskConfig {
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
         let (mut file, kind) = self.open_file()?;
         lock::lock(&file, path, self.is_only_read())?;
+        // While the lock was waited for, `parador rootfs --force` may have replaced the disk.
+        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+        let opened =
+            file.metadata().map(identity).map_err(|error| failed("examine disk", error))?;
+        if path.metadata().is_ok_and(|found| identity(found) != opened) {
+            return Err(self.refuse("was replaced while it was being opened"));
+        }
         let is_image = self.is_image();
         if is_image && !kind.is_file() {
             return Err(self.refuse("is a block device, not a qcow2 image"));

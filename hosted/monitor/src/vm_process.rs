@@ -15,7 +15,7 @@ use crate::terminal::{Keys, Raw};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Level, MessageLog};
 use hosted_command::proc_number;
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};
 use rustix::process::Pid;
@@ -148,6 +148,9 @@ impl VmProcess {
             watched: sources,
         };
         let stop = event_loop::run(&mut events, self.signals, deadline, "wait for the VM");
+        if !matches!(stop, Ok(LoopExit::OutputClosed)) {
+            events.pass_rest();
+        }
         let VmEvents { mut messages, .. } = events;
         drop(raw);
         let cause = self.exit_cause(stop?)?;
@@ -347,6 +350,23 @@ impl VmEvents<'_, '_> {
             self.errors = None;
         }
         Ok(())
+    }
+
+    /// Passes on what the VM has written before its end, as long as there is room for it.
+    fn pass_rest(&mut self) {
+        /// Reads of a line: as many as empty a full pipe of Linux (pipe(7)).
+        const READS: usize = 17;
+        for line in self.lines.iter_mut().filter(|line| line.output_open) {
+            for _ in 0..READS {
+                let mut output = [PollFd::new(&line.output, PollFlags::IN)];
+                let has_output = poll(&mut output, Some(&Timespec::default())) == Ok(1);
+                // An error has no receiver: the VM ends for another reason.
+                if line.console.flush().is_err() || line.console.waits().is_some() || !has_output {
+                    break;
+                }
+                let _ = pass(line.output, line.console);
+            }
+        }
     }
 
     /// Reads console input. Returns `true` if the user ends the VM.

@@ -66,14 +66,11 @@ const JUMP_IF_SET: u8 = 0x45;
 const JUMP_NOT_EQUAL_32: u8 = 0x56;
 const EXIT: u8 = 0x95;
 
-/// Returns the program of a configuration; empty: its container may use all devices.
+/// Returns the program of a configuration; empty: its last rule permits all devices.
 ///
 /// # Errors
 /// There are too many rules, or one is malformed.
-pub fn filter(linux: &Linux, is_privileged: bool) -> Result<Vec<u64>, Failure> {
-    if is_privileged {
-        return Ok(Vec::new());
-    }
+pub fn filter(linux: &Linux) -> Result<Vec<u64>, Failure> {
     let stated = linux.resources().as_ref().and_then(|resources| resources.devices().as_deref());
     let stated = stated.unwrap_or_default();
     if stated.len() > MAX_RULES {
@@ -82,6 +79,9 @@ pub fn filter(linux: &Linux, is_privileged: bool) -> Result<Vec<u64>, Failure> {
         return Err(refuse(text));
     }
     let mut rules = stated.iter().map(Rule::new).collect::<Result<Vec<_>, _>>()?;
+    if rules.last().is_some_and(|last| last.is_last_word() && last.allow) {
+        return Ok(Vec::new());
+    }
     rules.extend(DEFAULT);
     Ok(program(&rules))
 }
@@ -195,7 +195,7 @@ mod tests {
 
     fn filter_of(rules: &str) -> Result<Vec<u64>, Failure> {
         let text = format!("{{\"resources\": {{\"devices\": {rules}}}}}");
-        filter(&serde_json::from_str(&text).unwrap(), false)
+        filter(&serde_json::from_str(&text).unwrap())
     }
 
     #[test]
@@ -232,6 +232,16 @@ mod tests {
         assert!(permits(BLOCK, [u32::MAX, 7], READ | WRITE), "by two rules");
         assert!(!permits(BLOCK, [u32::MAX, 8], READ | WRITE));
         assert!(permits(CHARACTER, [1, 3], READ), "what every container has stays");
+    }
+
+    #[test]
+    fn a_device_may_be_denied_to_a_privileged_container() {
+        let all = r#"{"allow": true, "access": "rwm"}"#;
+        assert!(filter_of(&format!("[{all}]")).unwrap().is_empty());
+        let disk = r#"{"allow": false, "type": "b", "major": 254, "access": "rwm"}"#;
+        let program = filter_of(&format!("[{all},{disk}]")).unwrap();
+        assert!(!permits(&program, BLOCK, [254, 0], READ));
+        assert!(permits(&program, BLOCK, [7, 0], READ | WRITE));
     }
 
     #[test]

@@ -194,7 +194,7 @@ impl<'a> ContainerMessage<'a> {
             process: ProcessMessage::new(&bundle.process, &bundle.process, linux)?,
             root: guest(share::root_of(id)),
             sources: sources.collect(),
-            device_filter: devices::filter(linux, bundle.is_privileged)?,
+            device_filter: devices::filter(linux)?,
             masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
             read_only: strings(linux.readonly_paths().as_deref().unwrap_or_default())?,
         })

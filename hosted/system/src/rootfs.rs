@@ -215,7 +215,13 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     give_to_owner_of(parent, &result)?;
 
     // The old disk is removed with the work folder.
-    output.put(&result, &interruptible, || is_there(&output, options, &record).map(drop))
+    output.put(&result, &interruptible, || match is_there(&output, options, &record)? {
+        false => Ok(()),
+        true => {
+            let text = format!("{} has got a disk meanwhile", options.output.display());
+            Err(Failure::new(failure::USAGE, text).help("use it, or another folder"))
+        }
+    })
 }
 
 /// Locks the disk in the folder that is replaced, if it has one: no VM uses it until the result is

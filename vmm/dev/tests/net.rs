@@ -233,7 +233,7 @@ fn frames_longer_than_the_mtu_are_dropped() {
         let plain = Offload::default();
         let segments = Offload { needs_csum: true, segments: Segments::Tcp6, ..plain };
         // Each takes two buffers.
-        for (offload, length) in [(plain, 1518), (plain, 1519), (segments, 3000)] {
+        for (offload, length) in [(plain, 1522), (plain, 1523), (segments, 3000)] {
             port(&mut rig).waiting.push_back((offload, frame(length)));
         }
         rig.wake();

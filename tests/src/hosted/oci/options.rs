@@ -109,8 +109,11 @@ fn capabilities(engine: &Engine) -> Result<()> {
 /// A container that is not privileged makes nodes for devices of the guest, but cannot use them,
 /// unless its rules permit it.
 fn devices(engine: &Engine) -> Result<()> {
-    let rule = json!({ "allow": true, "type": "b", "major": 7, "minor": 1, "access": "r" });
-    for (name, rules) in [("plain", json!(null)), ("loop", json!([rule]))] {
+    let rule = |kind: &str, major: u32, minor: u32| json!({ "allow": true, "type": kind, "major": major, "minor": minor, "access": "r" });
+    // As many rules as there may be.
+    let rules = (1..512).map(|number| rule("c", 1000 + number, number));
+    let rules: Vec<Value> = rules.chain([rule("b", 7, 1)]).collect();
+    for (name, rules) in [("plain", json!(null)), ("loop", json!(rules))] {
         engine.bundle(name, "sleep 1000", |config| {
             let sets = ["bounding", "effective", "permitted"].into_iter();
             config["process"]["capabilities"] =

@@ -63,8 +63,8 @@ use spec::*;
 
 /// Entries of each queue.
 const ENTRIES: u16 = 256;
-/// Bytes before a packet in a frame: an Ethernet header with the tag of a VLAN.
-const HEADERS: u32 = 14 + 4;
+/// Bytes before a packet in a frame: an Ethernet header with the tags of two VLANs.
+const HEADERS: u32 = 14 + 8;
 
 /// A network device.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -202,7 +202,7 @@ impl NetCard {
     }
 
     /// Longest frame in bytes that the guest may get: with an MTU that it knows no longer one
-    /// (section 5.1.4.1), and its tag of a VLAN.
+    /// (section 5.1.4.1), and tags of VLANs.
     fn most(&self, offload: Offload) -> u32 {
         match offload.segments {
             Segments::None if self.has(F_MTU) => u32::from(self.info.mtu) + HEADERS,
@@ -257,8 +257,8 @@ impl NetCard {
             let head = if first.is_none() { HEADER as u32 } else { 0 };
             let room = chain.writable.checked_sub(head).ok_or(RingError::Short)?;
             let part = room.min(length - copied);
-            // The frame exceeds its only buffer.
-            if !merged && part < length {
+            // The frame exceeds its only buffer, or the driver adds buffers without end.
+            if !merged && part < length || buffers == queue.size() {
                 *queue = before;
                 return Ok(Receipt::Done);
             }
