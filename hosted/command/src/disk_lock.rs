@@ -7,13 +7,13 @@
 //! file description: they last as long as any process of the VM has it open.
 
 use crate::failure::{self, Failure};
+use crate::input;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use rustix::fs::{FlockOperation, flock};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -108,7 +108,7 @@ fn take_qemu(file: &File, is_reader: bool) -> Result<bool, Errno> {
 
 /// Reopens the file without any lock, for [`wait_for_writer`].
 pub fn open_again(file: &File) -> io::Result<File> {
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    input::open_again(file, File::options().read(true))
 }
 
 /// Waits up to [`RELEASE`] until no process has the file open for writing. The writer is unknown:

@@ -2,7 +2,7 @@
 
 use crate::failure::{self, Failure, IoContext};
 use rustix::fs::{FsWord, OFlags, fstatfs};
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -27,13 +27,28 @@ pub fn open(path: &Path) -> Result<File, Failure> {
 
 /// Opens a file; `None`: it is a named pipe.
 fn open_unless_named_pipe(path: &Path) -> io::Result<Option<File>> {
-    let mut options = File::options();
-    let found = options.read(true).custom_flags(OFlags::PATH.bits().cast_signed()).open(path)?;
+    let found = find(path)?;
     if found.metadata()?.file_type().is_fifo() && fstatfs(&found)?.f_type != PIPES {
         return Ok(None);
     }
-    // The same file, whatever the path leads to meanwhile.
-    File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map(Some)
+    open_again(&found, File::options().read(true)).map(Some)
+}
+
+/// Opens a file only to examine it, which never waits (open(2), `O_PATH`).
+///
+/// # Errors
+/// It does not exist, or its folder cannot be searched.
+pub fn find(path: &Path) -> io::Result<File> {
+    let flags = OFlags::PATH.bits().cast_signed();
+    File::options().read(true).custom_flags(flags).open(path)
+}
+
+/// Opens an open file again, whatever its path leads to meanwhile.
+///
+/// # Errors
+/// Those of open(2).
+pub fn open_again(file: &File, options: &OpenOptions) -> io::Result<File> {
+    options.open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// Reads a file of at most `limit` bytes.

@@ -41,9 +41,7 @@ impl Lock {
                 Ok(()) => {}
             }
             // The last holder may have removed the file after it was opened here.
-            let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-            let opened = identity(file.metadata()?);
-            if fs::metadata(path).is_ok_and(|found| identity(found) == opened) {
+            if is_at(&file, path)? {
                 let lock = Self { file, path: path.to_owned() };
                 lock.note("starting");
                 return Ok(Some(lock));
@@ -111,4 +109,13 @@ impl Drop for Lock {
         // The file is still locked, so no other process has taken it.
         let _ = fs::remove_file(&self.path);
     }
+}
+/// Returns whether an opened file or folder is still at its path.
+///
+/// # Errors
+/// The opened one cannot be examined.
+pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let opened = identity(file.metadata()?);
+    Ok(fs::metadata(path).is_ok_and(|found| identity(found) == opened))
 }

@@ -9,7 +9,7 @@
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
-use crate::lock::Lock;
+use crate::lock::{Lock, is_at};
 use crate::scratch::{self, ScratchFolder};
 use crate::steps::Steps;
 use crate::trust;
@@ -46,7 +46,7 @@ impl Kind {
             return None;
         }
         // Another process may have moved the folder after it was opened here.
-        if !is_at(&file, folder) || !is_entry() {
+        if !is_at(&file, folder).unwrap_or(false) || !is_entry() {
             return None;
         }
         let _ = file.set_modified(SystemTime::now());
@@ -272,7 +272,7 @@ fn detach(entry: &Path, store: &Path) -> io::Result<Option<ScratchFolder>> {
     }
     // After the folder was opened, another process may have removed it, and a third one may have
     // built the entry again.
-    if !is_at(&file, entry) {
+    if !is_at(&file, entry).unwrap_or(false) {
         return Ok(None);
     }
     let work = ScratchFolder::new_in(store, WORK)?;
@@ -280,13 +280,6 @@ fn detach(entry: &Path, store: &Path) -> io::Result<Option<ScratchFolder>> {
         Err(error) if is_gone(&error) => Ok(None),
         renamed => renamed.map(|()| Some(work)),
     }
-}
-
-/// Returns whether the opened folder is still at its path.
-fn is_at(file: &File, path: &Path) -> bool {
-    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let opened = file.metadata().map(identity);
-    opened.is_ok_and(|opened| fs::metadata(path).is_ok_and(|found| identity(found) == opened))
 }
 
 /// Removes the write permission of group and others from all files and folders of a tree, which the

@@ -4,13 +4,15 @@ use crate::config::disk::{DiskConfig, NAME, Name};
 use crate::device;
 use crate::device_process::DeviceProcess;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
+use hosted_command::lock::is_at;
 use hosted_devices::Base;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 mod backing;
@@ -65,10 +67,8 @@ impl DiskConfig {
         let (mut file, kind) = self.open_file()?;
         lock::lock(&file, path, self.is_only_read())?;
         // While the lock was waited for, `parador rootfs --force` may have replaced the disk.
-        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-        let opened =
-            file.metadata().map(identity).map_err(|error| failed("examine disk", error))?;
-        if path.metadata().is_ok_and(|found| identity(found) != opened) {
+        let is_at = is_at(&file, path).map_err(|error| failed("examine disk", error))?;
+        if !is_at && path.exists() {
             return Err(self.refuse("was replaced while it was being opened"));
         }
         let is_image = self.is_image();
@@ -186,10 +186,7 @@ impl DiskConfig {
     fn open_file(&self) -> Result<(File, FileType), Failure> {
         let failed = |error: &io::Error| Failure::file("open disk", &self.path, error);
         let unsuitable = || self.refuse("is neither a file nor a block device");
-        let flags = |flags: OFlags| flags.bits().cast_signed();
-        let mut options = OpenOptions::new();
-        let found = options.read(true).custom_flags(flags(OFlags::PATH)).open(&self.path);
-        let found = found.map_err(|error| failed(&error))?;
+        let found = input::find(&self.path).map_err(|error| failed(&error))?;
         let kind = found.metadata().map_err(|error| failed(&error))?.file_type();
         let is_suitable = kind.is_file() || kind.is_block_device();
         // Checked before: opening a pipe or a terminal may wait.
@@ -198,10 +195,10 @@ impl DiskConfig {
         }
         let is_exclusive = kind.is_block_device() && !self.is_only_read();
         let exclusive = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
-        options.write(!self.is_only_read()).custom_flags(flags(exclusive));
-        // The same file, whatever the path leads to meanwhile.
-        let opened = options.open(format!("/proc/self/fd/{}", found.as_raw_fd()));
-        let file = opened.map_err(|error| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(!self.is_only_read());
+        options.custom_flags(exclusive.bits().cast_signed());
+        let file = input::open_again(&found, &options).map_err(|error| {
             let failure = failed(&error);
             match failure.code() {
                 _ if is_exclusive && error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {

@@ -87,11 +87,11 @@ fn only_the_opened_folder_counts() {
     let link = store.folder().join("link");
     turn(&link, &first);
     let file = File::open(&link).unwrap();
-    assert!(is_at(&file, &link));
+    assert!(is_at(&file, &link).unwrap());
     turn(&link, &second);
-    assert!(!is_at(&file, &link));
+    assert!(!is_at(&file, &link).unwrap());
     fs::remove_file(&link).unwrap();
-    assert!(!is_at(&file, &link));
+    assert!(!is_at(&file, &link).unwrap());
 }
 
 #[test]
