@@ -89,6 +89,8 @@ pub struct Queue {
     pub calls: AtomicU32,
     /// Number of workers that wait for [`Queue::calls`].
     pub sleepers: AtomicU32,
+    /// Number of workers that poll for requests, each of which takes one.
+    pub pollers: AtomicU32,
     /// Completions so far: futex of the vCPU.
     pub answers: AtomicU32,
     /// Not 0: the vCPU waits for [`Queue::answers`].
@@ -133,6 +135,7 @@ impl Queue {
             done: AtomicU64::new(0),
             calls: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
+            pollers: AtomicU32::new(0),
             answers: AtomicU32::new(0),
             is_awaited: AtomicU32::new(0),
             pending: AtomicU32::new(0),
@@ -146,9 +149,25 @@ impl Queue {
 
     /// Submits a request; returns whether to wake a worker that waits for [`Queue::calls`].
     pub fn give(&self, id: usize) -> bool {
-        self.waiting.fetch_or(1 << (id % REQUESTS), SeqCst);
+        let bit = 1 << (id % REQUESTS);
+        let waiting = self.waiting.fetch_or(bit, SeqCst) | bit;
         self.calls.fetch_add(1, SeqCst);
-        self.sleepers.load(SeqCst) != 0
+        waiting.count_ones() > self.pollers.load(SeqCst) && self.sleepers.load(SeqCst) != 0
+    }
+
+    /// Polls for requests; returns what `poll` does. The worker then takes a request or calls
+    /// [`Queue::sleep`], and in the first case [`Queue::is_short_of_workers`].
+    pub fn poll<T>(&self, poll: impl FnOnce() -> T) -> T {
+        self.pollers.fetch_add(1, SeqCst);
+        let result = poll();
+        self.pollers.fetch_sub(1, SeqCst);
+        result
+    }
+
+    /// Returns whether to wake another worker: a request may have been left to one that polled, and
+    /// has taken another one.
+    pub fn is_short_of_workers(&self) -> bool {
+        self.waiting.load(SeqCst) != 0 && self.sleepers.load(SeqCst) != 0
     }
 
     /// Takes a pending request, round-robin from `next` on. Several workers may call it
@@ -322,6 +341,35 @@ mod tests {
         queue.sleep(|calls, seen| assert_eq!((calls.load(Relaxed), seen), (4, 4)));
         queue.give(1);
         queue.sleep(|_, _| panic!("a request waits"));
+    }
+
+    #[test]
+    fn a_poller_takes_one_request_without_a_wake() {
+        let queue = queue();
+        queue.sleepers.store(1, SeqCst);
+        assert!(queue.give(0));
+        assert_eq!(queue.take(&mut 0), Some(0));
+        queue.poll(|| {
+            assert!(!queue.give(1), "the poller takes it");
+            assert!(queue.give(2), "the poller takes another one");
+        });
+        assert!(queue.is_short_of_workers());
+        assert!(queue.claim(1) && queue.claim(2) && !queue.is_short_of_workers());
+        assert!(queue.give(3), "the poller has stopped");
+    }
+
+    #[test]
+    fn a_request_given_to_a_poller_with_another_one_is_noticed() {
+        let queue = queue();
+        queue.sleepers.store(1, SeqCst);
+        queue.poll(|| {
+            assert!(!queue.give(0));
+            assert_eq!(queue.take(&mut 0), Some(0));
+            assert!(!queue.give(1));
+        });
+        assert!(queue.is_short_of_workers());
+        queue.sleepers.store(0, SeqCst);
+        assert!(!queue.is_short_of_workers(), "who is awake looks for requests before it sleeps");
     }
 
     #[test]

@@ -255,6 +255,8 @@ struct InFlight {
     next: u32,
     /// Bit mask of the requests.
     busy: u64,
+    /// Threads that wait until there are none.
+    waiters: usize,
     names: [Option<u16>; REQUESTS],
     /// Completions that an answer waits for: of the request itself, and of the one that it refers
     /// to.
@@ -301,6 +303,7 @@ impl Service {
             epoch: 0,
             next: 0,
             busy: 0,
+            waiters: 0,
             names: [None; REQUESTS],
             pending: [0; REQUESTS],
             followers: [0; REQUESTS],
@@ -329,15 +332,17 @@ impl Service {
 
     /// Loop of each thread.
     fn work(&self) {
+        let mut has_polled = false;
         while !self.is_over.load(SeqCst) {
-            match self.take_request() {
-                Some((id, taken)) => self.complete(id, self.execute(&taken)),
-                // Each request wakes a thread while one sleeps.
-                None => self.polling.wait(
-                    || self.queue.waiting.load(SeqCst) != 0,
-                    || self.queue.sleep(|calls, seen| wait(calls, seen, None)),
-                ),
+            let Some((id, taken)) = self.take_request() else {
+                has_polled = self.polling.wait(self.queue, |calls, seen| wait(calls, seen, None));
+                continue;
+            };
+            // This request may block for any time; those behind it have woken no thread.
+            if std::mem::take(&mut has_polled) && self.queue.is_short_of_workers() {
+                wake_one(&self.queue.calls);
             }
+            self.complete(id, self.execute(&taken));
         }
     }
 
@@ -370,8 +375,10 @@ impl Service {
             match found {
                 Some(found) => return found,
                 None => {
+                    in_flight.waiters += 1;
                     let flown = self.drained.wait(in_flight);
                     in_flight = flown.unwrap_or_else(PoisonError::into_inner);
+                    in_flight.waiters -= 1;
                 }
             }
         }
@@ -454,7 +461,7 @@ impl Service {
             }
             is_awaited
         });
-        if in_flight.busy == 0 {
+        if in_flight.busy == 0 && in_flight.waiters != 0 {
             self.drained.notify_all();
         }
         drop(in_flight);
@@ -567,6 +574,11 @@ fn within<T>(queue: &Queue, act: impl FnOnce(u32) -> T) -> T {
         wake_all(&queue.answers);
     }
     done
+}
+
+/// Wakes one thread. Cannot fail for a mapped word.
+fn wake_one(word: &AtomicU32) {
+    let _ = futex::wake(word, futex::Flags::empty(), 1);
 }
 
 /// Cannot fail for a mapped word.

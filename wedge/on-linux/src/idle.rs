@@ -28,7 +28,11 @@ const MAX_POLL: u64 = 50;
 /// clears them.
 pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
-    if !poll(deadline) {
+    let [least, most] = [MIN_POLL, MAX_POLL].map(clock::ticks);
+    let polled = vcpu.poll_ticks.get();
+    if poll(deadline) {
+        vcpu.poll_ticks.set(polling::after_event(polled, most));
+    } else {
         cpu_affinity::on_idle();
         let record = own_record();
         let seen = record.wakeups.load(SeqCst);
@@ -41,8 +45,7 @@ pub fn wait(deadline: u64) -> u32 {
             sys::wait(&record.wakeups, seen, limit);
             steal_time::on_resume();
             let waited = tsc().saturating_sub(begin);
-            let [least, most] = [MIN_POLL, MAX_POLL].map(clock::ticks);
-            vcpu.poll_ticks.set(polling::next(vcpu.poll_ticks.get(), waited, least, most));
+            vcpu.poll_ticks.set(polling::after_wait(polled, waited, least, most));
         }
     }
     vcpu.idle.store(idle_state::BUSY, SeqCst);

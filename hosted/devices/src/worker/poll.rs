@@ -2,11 +2,12 @@
 //! next one need not be woken.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use proto::polling;
+use proto::requests::Queue;
 
 /// Initial polling time.
 const LEAST: Duration = Duration::from_micros(10);
@@ -22,43 +23,60 @@ pub struct Polling {
     is_taken: AtomicBool,
     /// Polling time in nanoseconds.
     time: AtomicU64,
+    /// Origin of [`Polling::since`].
+    epoch: Instant,
+    /// Time in nanoseconds at which a thread began to wait, the last that did: another one may be
+    /// woken, and that has waited for longer than there was no request.
+    since: AtomicU64,
 }
 
 impl Polling {
     /// Detects the CPUs that this process may use.
     pub fn new() -> Self {
         let several = thread::available_parallelism().is_ok_and(|count| count.get() > 1);
-        Self { is_taken: AtomicBool::new(!several), time: AtomicU64::new(0) }
+        Self::with_time(Duration::ZERO, several)
     }
 
-    /// Waits until `is_ready`: by polling, if waits are short, then by `sleep`, which may return
-    /// earlier.
-    pub fn wait(&self, mut is_ready: impl FnMut() -> bool, sleep: impl FnOnce()) {
-        if self.is_taken.swap(true, SeqCst) {
-            return sleep();
+    fn with_time(time: Duration, several: bool) -> Self {
+        Self {
+            is_taken: AtomicBool::new(!several),
+            time: AtomicU64::new(nanoseconds(time)),
+            epoch: Instant::now(),
+            since: AtomicU64::new(0),
         }
-        let polled = Duration::from_nanos(self.time.load(Relaxed));
-        let is_found = poll(polled, &mut is_ready);
-        self.is_taken.store(false, SeqCst);
-        if is_found {
-            return;
+    }
+
+    /// Waits for a request: by polling, if waits are short, then asleep. Returns whether polling
+    /// has found one.
+    pub fn wait(&self, queue: &Queue, sleep: impl Fn(&AtomicU32, u32)) -> bool {
+        let [least, most] = [LEAST, MOST].map(nanoseconds);
+        let polled = self.time.load(Relaxed);
+        if !self.is_taken.swap(true, SeqCst) {
+            let limit = Duration::from_nanos(polled);
+            let is_found = polled != 0 && queue.poll(|| poll(queue, limit));
+            self.is_taken.store(false, SeqCst);
+            if is_found {
+                self.time.store(polling::after_event(polled, most), Relaxed);
+                return true;
+            }
         }
-        let begin = Instant::now();
-        sleep();
-        let [polled, waited, least, most] =
-            [polled, begin.elapsed(), LEAST, MOST].map(|time| time.as_nanos() as u64);
-        self.time.store(polling::next(polled, waited, least, most), Relaxed);
+        self.since.store(nanoseconds(self.epoch.elapsed()), Relaxed);
+        queue.sleep(sleep);
+        let waited = nanoseconds(self.epoch.elapsed()).saturating_sub(self.since.load(Relaxed));
+        self.time.store(polling::after_wait(polled, waited, least, most), Relaxed);
+        false
     }
 }
 
-fn poll(time: Duration, mut is_ready: impl FnMut() -> bool) -> bool {
-    if time.is_zero() {
-        return false;
-    }
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn poll(queue: &Queue, time: Duration) -> bool {
     let begin = Instant::now();
     loop {
         for _ in 0..LOOKS {
-            if is_ready() {
+            if queue.waiting.load(SeqCst) != 0 {
                 return true;
             }
             std::hint::spin_loop();
@@ -75,37 +93,47 @@ fn poll(time: Duration, mut is_ready: impl FnMut() -> bool) -> bool {
 mod tests {
     use super::*;
 
-    fn polling(time: Duration) -> Polling {
-        let time = AtomicU64::new(time.as_nanos() as u64);
-        Polling { is_taken: AtomicBool::new(false), time }
+    fn queue() -> &'static Queue {
+        Box::leak(Box::new(Queue::new()))
     }
 
     #[test]
     fn who_finds_a_request_does_not_sleep() {
-        let polling = polling(Duration::from_secs(60));
-        let looks = AtomicU64::new(0);
-        polling.wait(|| looks.fetch_add(1, Relaxed) == 99, || panic!("a request is there"));
-        assert_eq!(looks.load(Relaxed), 100);
+        let (polling, queue) = (Polling::with_time(Duration::from_secs(60), true), queue());
+        thread::scope(|scope| {
+            let found = scope.spawn(|| polling.wait(queue, |_, _| panic!("a request is there")));
+            while queue.pollers.load(SeqCst) == 0 {
+                thread::yield_now();
+            }
+            assert!(!queue.give(3), "a thread polls");
+            assert!(found.join().unwrap());
+        });
+        assert_eq!(queue.pollers.load(SeqCst), 0);
     }
 
     #[test]
     fn long_waits_end_polling() {
-        let polling = polling(LEAST);
-        polling.wait(|| false, || thread::sleep(2 * MOST));
+        let polling = Polling::with_time(LEAST, true);
+        assert!(!polling.wait(queue(), |_, _| thread::sleep(2 * MOST)));
         assert_eq!(polling.time.load(Relaxed), 0);
     }
 
     #[test]
     fn one_thread_polls() {
-        let polling = polling(Duration::from_secs(60));
-        let mut slept = false;
-        polling.wait(
-            || {
-                polling.wait(|| panic!("two threads poll"), || slept = true);
-                true
-            },
-            || panic!("a request is there"),
-        );
-        assert!(slept);
+        let (polling, queue) = (Polling::with_time(Duration::from_secs(60), false), queue());
+        let slept = AtomicBool::new(false);
+        assert!(!polling.wait(queue, |_, _| slept.store(true, SeqCst)));
+        assert!(slept.load(SeqCst));
+    }
+
+    #[test]
+    fn waits_are_those_for_requests_not_of_one_thread() {
+        let polling = Polling::with_time(LEAST, true);
+        let queue = queue();
+        assert!(!polling.wait(queue, |_, _| {
+            thread::sleep(2 * MOST);
+            polling.since.store(nanoseconds(polling.epoch.elapsed()), Relaxed);
+        }));
+        assert!(polling.time.load(Relaxed) >= nanoseconds(LEAST));
     }
 }
