@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a kernel does for programs, done over and over at once, with checks: `stress SECONDS` starts
 // a process for each kind of work and ends with 0 if none has found anything wrong. `stress crash
-// WAY` ends by a signal of the processor.
+// WAY` ends by a signal of the processor, `stress faults` counts the page faults of changed data.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -223,6 +224,88 @@ static void mappings(uint64_t round)
 	CHECK(!munmap(own, bytes) && !munmap(shared, bytes) && !close(file));
 }
 
+enum { CODE = 2, DATA = 40 };
+
+// The segments of a program: two pages that stay as in the file, and data from there to beyond its
+// end.
+static uint64_t *segments(int file)
+{
+	char *code = mmap(NULL, (CODE + DATA + 1) * PAGE, PROT_READ, MAP_PRIVATE, file, 0);
+	CHECK(code != MAP_FAILED);
+	char *data = code + CODE * PAGE;
+	CHECK(mmap(data, (DATA + 1) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file, CODE * PAGE) == data);
+	return (uint64_t *)data;
+}
+
+static sigjmp_buf away;
+
+static void on_bus_error(int signal)
+{
+	siglongjmp(away, signal);
+}
+
+// A page of the data does not exist.
+static int is_beyond(const uint64_t *data, int page)
+{
+	if (sigsetjmp(away, 1))
+		return 1;
+	(void)*(const volatile uint64_t *)&data[page * (PAGE / 8)];
+	return 0;
+}
+
+// Data that programs change is theirs, what they have not changed is the file's.
+static void data(uint64_t round)
+{
+	static uint64_t words[(CODE + DATA) * PAGE / 8], back[sizeof(words) / 8];
+	struct sigaction bus = { .sa_handler = on_bus_error };
+	int file = memfd_create("stress", 0);
+	CHECK(file >= 0 && !sigaction(SIGBUS, &bus, NULL));
+	fill(words, sizeof(words) - PAGE / 2, round);
+	memset((char *)words + sizeof(words) - PAGE / 2, 0, PAGE / 2);
+	CHECK(write(file, words, sizeof(words) - PAGE / 2) == sizeof(words) - PAGE / 2);
+	uint64_t *all = segments(file), *of_file = words + CODE * PAGE / 8;
+	for (int i = 0; i < 2 * DATA; i++) {
+		uint64_t at = mix(round + i) % (DATA * PAGE / 8);
+		CHECK(all[at] == of_file[at]);
+		all[at] = of_file[at] = mix(at);
+	}
+	CHECK(!memcmp(all, of_file, DATA * PAGE) && is_beyond(all, DATA));
+	CHECK(pread(file, back, sizeof(back), 0) == sizeof(back) - PAGE / 2);
+	CHECK(holds(back, sizeof(back) - PAGE / 2, round));
+	pid_t child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		memset(all, 1, DATA * PAGE);
+		_exit(3);
+	}
+	reap(child, 3);
+	CHECK(!memcmp(all, of_file, DATA * PAGE));
+	// The file becomes shorter: copies end with it.
+	int pages = mix(round) % DATA;
+	CHECK(!ftruncate(file, (CODE + pages) * PAGE));
+	for (int page = 0; page <= DATA; page++)
+		CHECK(is_beyond(all, page) == (page >= pages));
+	CHECK(!memcmp(all, of_file, pages * PAGE));
+	CHECK(!munmap((char *)all - CODE * PAGE, (CODE + DATA + 1) * PAGE) && !close(file));
+}
+
+// Faults of a program that changes all its data.
+static int count_faults(void)
+{
+	struct rusage before, after;
+	int file = memfd_create("stress", 0);
+	CHECK(file >= 0 && !ftruncate(file, (CODE + DATA) * PAGE));
+	for (int page = 0; page < CODE + DATA; page++)
+		CHECK(pwrite(file, &page, sizeof(page), page * PAGE) == sizeof(page));
+	volatile uint64_t *all = segments(file);
+	CHECK(!getrusage(RUSAGE_SELF, &before));
+	for (int page = 0; page < DATA; page++)
+		all[page * (PAGE / 8)]++;
+	CHECK(!getrusage(RUSAGE_SELF, &after));
+	printf("stress: %ld faults of %d pages\n", after.ru_minflt - before.ru_minflt, DATA);
+	return 0;
+}
+
 static volatile sig_atomic_t ticks, calls;
 
 static void on_tick(int signal)
@@ -400,7 +483,7 @@ static const struct {
 } kinds[] = {
 	{ "forks", forks }, { "execs", execs }, { "pipes", pipes }, { "mappings", mappings },
 	{ "signals", signals }, { "threads", threads }, { "files", files },
-	{ "shootdowns", shootdowns },
+	{ "shootdowns", shootdowns }, { "data", data },
 };
 #define KINDS (sizeof(kinds) / sizeof(*kinds))
 
@@ -428,8 +511,10 @@ int main(int count, char **arguments)
 		return printf("%s", arguments[2]) < 0 || fflush(stdout) ? 1 : 5;
 	if (count == 3 && !strcmp(arguments[1], "crash"))
 		return crash(arguments[2]);
+	if (count == 2 && !strcmp(arguments[1], "faults"))
+		return count_faults();
 	if (count != 2 || atoi(arguments[1]) <= 0) {
-		fprintf(stderr, "usage: stress SECONDS | stress crash WAY\n");
+		fprintf(stderr, "usage: stress SECONDS | stress crash WAY | stress faults\n");
 		return 2;
 	}
 	self = arguments[0];

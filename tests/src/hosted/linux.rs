@@ -49,6 +49,12 @@ pub const LINUX: &[Linux] = &[
         files: &["linux-stress"],
         parts: &[Guest("", "", CRASHES)],
     },
+    Linux {
+        name: "program-data",
+        kvm: Ok(()),
+        files: &["linux-stress"],
+        parts: &[Guest("", "", &[FEW_FAULTS]), Guest("", "parador_tuning=off", &[A_FAULT_EACH])],
+    },
     Linux { name: "preemption", kvm: Ok(()), files: &[], parts: &[Guest("", "", PREEMPTION)] },
     Linux {
         name: "compat",
@@ -145,6 +151,17 @@ const PREEMPTION: &[Step] = &[(
     n=0; while [ $n -lt 20000 ]; do n=$((n+1)); done; sleep 0.1; ls / >/dev/null",
     &[],
 )];
+
+const FEW_FAULTS: Step = (
+    "data of a program is copied in runs",
+    "faults=$(/mnt/linux-stress faults); echo $faults; set -- $faults; [ $2 -lt 10 ] && echo few",
+    &["\nfew\n"],
+);
+const A_FAULT_EACH: Step = (
+    "data of a program is copied page by page",
+    "faults=$(/mnt/linux-stress faults); echo $faults; set -- $faults; [ $2 -ge $5 ] && echo all",
+    &["\nall\n"],
+);
 
 const CRASHES: &[Step] = &[(
     "signals of crashing programs",

@@ -46,7 +46,7 @@ const REQUIRED: [Builtin; 18] = ours![
     "patches/required/0018-file-times.patch",
 ];
 /// In the order of application, after the required ones.
-const OPTIONAL: [Builtin; 7] = ours![
+const OPTIONAL: [Builtin; 10] = ours![
     "patches/optional/0001-switch.patch",
     "patches/optional/0002-address-spaces.patch",
     "patches/optional/0003-forks.patch",
@@ -54,6 +54,9 @@ const OPTIONAL: [Builtin; 7] = ours![
     "patches/optional/0005-traced-places.patch",
     "patches/optional/0006-deferred-pages.patch",
     "patches/optional/0007-event-files.patch",
+    "patches/optional/0008-library-data.patch",
+    "patches/optional/0009-link-targets.patch",
+    "patches/optional/0010-early-pokes.patch",
 ];
 const HEADERS: [Builtin; 10] = ours![
     "include/asm/page_64.h",
