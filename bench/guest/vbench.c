@@ -1,7 +1,9 @@
 /* vbench - small static micro-benchmark set for comparing hypervisors.
  *
- * Every result line is:   VB <name> <value> <unit> [n=<iterations>] [mark=<index>]
- * The index is that of the pair of marks (mark.h) around the measurement.
+ * Every result line is:
+ *     VB <name> <value> <unit> [n=<iterations>] [mark=<index>] [events=<count>,...]
+ * The index is that of the pair of marks (mark.h) around the measurement; the events are those of
+ * Parador's vTLB between them, all counters that the vCPU has (CPUID leaf 0x40000100).
  * Times come from CLOCK_MONOTONIC.  Under QEMU "-icount shift=0" one virtual
  * nanosecond is one executed guest instruction (outer machine), so a value
  * printed as ns IS an instruction count of everything the outer CPU executed
@@ -42,18 +44,37 @@ static inline uint64_t now(void)
 	clock_gettime(CLOCK_MONOTONIC, &t);
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
+/* events of the vTLB so far */
+#define EVENTS 16
+static int read_events(uint64_t *events)
+{
+	int n = 0;
+#ifdef __x86_64__
+	for (; n < EVENTS; n++) {
+		uint32_t a = 0x40000100, b, c = n, d;
+		__asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+		if (d != 0x424c5476) break;	/* "vTLB" */
+		events[n] = (uint64_t)b << 32 | a;
+	}
+#endif
+	return n;
+}
 /* a measurement begins or ends */
-static int pair = -1;
+static int pair = -1, nevents;
+static uint64_t events[EVENTS];
 static uint64_t begin(void)
 {
 	pair++;
+	read_events(events);
 	MARK(START);
 	return now();
 }
 static uint64_t end(uint64_t since)
 {
-	uint64_t t = now() - since;
+	uint64_t t = now() - since, after[EVENTS];
 	MARK(END);
+	nevents = read_events(after);
+	for (int i = 0; i < nevents; i++) events[i] = after[i] - events[i];
 	return t;
 }
 #ifdef __x86_64__
@@ -82,6 +103,7 @@ static void out(const char *name, double ns, int n)
 {
 	printf("VB %-16s %12.1f ns n=%d", name, ns, n);
 	if (pair >= 0) printf(" mark=%d", pair);
+	for (int i = 0; i < nevents; i++) printf(i ? ",%llu" : " events=%llu", (unsigned long long)events[i]);
 	putchar('\n');
 	fflush(stdout);
 }

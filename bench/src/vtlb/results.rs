@@ -194,6 +194,18 @@ impl Results {
             let events = one.events.iter().map(|(name, count)| format!("{name} {count}"));
             println!("{:<30} {}", one.column.title, events.collect::<Vec<_>>().join(", "));
         }
+        for one in self.measured.iter().filter(|one| !one.events_by_row.is_empty()) {
+            print!("\nevents per operation, {}\n{:<18}", one.column.title, "");
+            println!(
+                "{}",
+                one.events.iter().map(|(name, _)| format!(" {name:>13}")).collect::<String>()
+            );
+            for row in self.rows() {
+                let Some(counts) = one.events_by_row.get(row) else { continue };
+                let counts = counts.iter().map(|count| format!(" {:>13}", short(*count)));
+                println!("{row:<18}{}", counts.collect::<String>());
+            }
+        }
     }
 
     /// Returns the names of all rows, benchmark by benchmark.
@@ -257,6 +269,12 @@ impl Results {
             object.insert("settled".to_owned(), json!(statistics.settled));
             let events = one.events.iter().map(|(name, count)| (name.clone(), json!(count)));
             object.insert("vtlb".to_owned(), Value::Object(events.collect()));
+            let of_row = |(row, counts): (&String, &Vec<f64>)| {
+                let counts = counts.iter().copied().map(rounded).collect::<Vec<_>>();
+                (row.clone(), json!(counts))
+            };
+            let by_row = one.events_by_row.iter().map(of_row);
+            object.insert("vtlb_by_row".to_owned(), Value::Object(by_row.collect()));
             Some((one.column.name.to_owned(), Value::Object(object)))
         };
         Value::Object(self.measured.iter().filter_map(of_column).collect())
@@ -332,6 +350,7 @@ fn sorted(mut rows: Vec<&String>) -> Vec<&String> {
 mod tests {
     use super::super::columns;
     use super::*;
+    use std::collections::BTreeMap;
 
     fn measured(name: &str, factor: f64, switches: f64) -> Measured {
         let column = columns::all().into_iter().find(|column| column.name == name).unwrap();
@@ -347,6 +366,7 @@ mod tests {
             micro: MICRO.iter().map(micro).collect(),
             statistics: None,
             events: Vec::new(),
+            events_by_row: BTreeMap::new(),
             guest_kernel: String::new(),
         }
     }

@@ -84,28 +84,76 @@ impl Cost {
 /// Costs by name of row.
 pub type Costs = BTreeMap<String, Cost>;
 
-/// Reads the lines `VB name instructions ns n=operations mark=index` of a program's output, whose
-/// counts between marks are `pairs`.
+/// Events of a vTLB per operation, in the order of its counters, by name of row.
+pub type Events = BTreeMap<String, Vec<f64>>;
+
+/// A line `VB name instructions ns n=operations mark=index [events=count,...]`.
+struct Line<'a> {
+    key: &'a str,
+    instructions: f64,
+    operations: f64,
+    mark: usize,
+    events: Vec<f64>,
+}
+
+impl<'a> Line<'a> {
+    /// Reads the text after `VB`; `None`: a line of another kind, or of a row that is not used.
+    fn read(text: &'a str) -> Option<Result<Self>> {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let (name, value, rest) = match words[..] {
+            [name, value, "ns", ref rest @ ..] if rest.len() >= 2 => (name, value, rest),
+            _ => return None,
+        };
+        if [RAW, COLD].iter().any(|suffix| name.ends_with(suffix)) {
+            return None;
+        }
+        let key = NAMES.iter().find(|(output, _)| *output == name).map_or(name, |(_, key)| key);
+        let line = || {
+            let counts = |list: &str| -> Option<Vec<f64>> {
+                list.split(',').map(|count| count.parse().ok()).collect()
+            };
+            let events = match rest.get(2) {
+                Some(word) => counts(word.strip_prefix("events=")?)?,
+                None => Vec::new(),
+            };
+            Some(Self {
+                key,
+                instructions: value.parse().ok()?,
+                operations: rest[0].strip_prefix("n=")?.parse().ok()?,
+                mark: rest[1].strip_prefix("mark=")?.parse().ok()?,
+                events,
+            })
+        };
+        Some(line().with_context(|| format!("`VB {text}` is not understood")))
+    }
+}
+
+fn lines(console: &str) -> impl Iterator<Item = Result<Line<'_>>> {
+    let texts = console.lines().filter_map(|line| line.split_once("VB ").map(|(_, rest)| rest));
+    texts.filter_map(Line::read)
+}
+
+/// Reads the rows of a program's output, whose counts between marks are `pairs`.
 pub fn read(console: &str, pairs: &[Counts]) -> Result<Costs> {
     let mut costs = Costs::new();
-    for line in console.lines().filter_map(|line| line.split_once("VB ").map(|(_, rest)| rest)) {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let [name, value, "ns", operations, mark] = words[..] else { continue };
-        if [RAW, COLD].iter().any(|suffix| name.ends_with(suffix)) {
-            continue;
-        }
-        let number = |word: &str, mark: &str| word.strip_prefix(mark)?.parse::<usize>().ok();
-        let numbers = value.parse().ok().zip(number(operations, "n=").zip(number(mark, "mark=")));
-        let (instructions, (operations, mark)) =
-            numbers.with_context(|| format!("`VB {line}` is not understood"))?;
+    for line in lines(console) {
+        let Line { key, instructions, operations, mark, .. } = line?;
         let Some(counts) = pairs.get(mark) else {
-            bail!("row {name} names the marks {mark} of {}", pairs.len());
+            bail!("row {key} names the marks {mark} of {}", pairs.len());
         };
-        let key = NAMES.iter().find(|(output, _)| *output == name).map_or(name, |(_, key)| key);
-        let switches = counts.entries / operations as f64;
-        costs.insert(key.to_owned(), Cost { instructions, switches });
+        costs.insert(key.to_owned(), Cost { instructions, switches: counts.entries / operations });
     }
     Ok(costs)
+}
+
+/// Reads the events of the vTLB from a program's output; none with other paging.
+pub fn read_events(console: &str) -> Result<Events> {
+    let per_operation = |line: Line<'_>| {
+        let counts = line.events.iter().map(|count| count / line.operations).collect();
+        (line.key.to_owned(), counts)
+    };
+    let with_events = |line: &Result<Line<'_>>| !matches!(line, Ok(line) if line.events.is_empty());
+    lines(console).filter(with_events).map(|line| line.map(per_operation)).collect()
 }
 
 #[cfg(test)]
@@ -124,6 +172,18 @@ mod tests {
         assert_eq!(costs["ctx2"], Cost { instructions: 3.0, switches: 1.0 });
         assert!(read(console, &pairs[..1]).is_err());
         assert!(read("nothing", &pairs).unwrap().is_empty());
+    }
+
+    #[test]
+    fn reads_the_events_of_an_operation() {
+        let console = "VB forkwait 500.5 ns n=50 mark=0 events=100,0,25\n\
+                       VB ctx_2p_0k 3.0 ns n=7 mark=1\n";
+        let events = read_events(console).unwrap();
+        assert_eq!(events.len(), 1);
+        assert_eq!(events["forkwait"], [2.0, 0.0, 0.5]);
+        let pairs = [100.0, 7.0].map(|entries| Counts { instructions: 0.0, entries });
+        assert_eq!(read(console, &pairs).unwrap()["forkwait"].switches, 2.0);
+        assert!(read_events("VB forkwait 1.0 ns n=1 mark=0 events=1,x\n").is_err());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! RAM disks, and runs of all systems.
 
 use super::columns::{Column, JOBS, Paging};
-use super::rows::{self, Costs};
+use super::rows::{self, Costs, Events};
 use crate::counted::Counter;
 use crate::environments::archive;
 use crate::guest::{Tree, folder};
@@ -39,6 +39,8 @@ pub struct Measured {
     pub statistics: Option<VmStatistics>,
     /// Events of its vTLB: name and count; none with nested paging.
     pub events: Vec<(String, u64)>,
+    /// The same per operation of each row of `vbench`.
+    pub events_by_row: Events,
     /// Version of the guest kernel.
     pub guest_kernel: String,
 }
@@ -113,9 +115,17 @@ impl Systems {
             events.is_empty() != matches!(column.paging, Paging::Vtlb { .. }),
             "the log has events of a vTLB: {events:?}"
         );
+        let events_by_row = rows::read_events(&output.console)?;
+        let names = events.len();
+        ensure!(
+            events_by_row.values().all(|counts| counts.len() == names)
+                && events_by_row.is_empty() == (names == 0),
+            "the guest has seen other events than the log: {events_by_row:?}"
+        );
         let guest_kernel = output.fact("kernel").to_owned();
         println!("finished: {}", column.title);
-        Ok(Measured { column: *column, costs, micro, statistics, events, guest_kernel })
+        let column = *column;
+        Ok(Measured { column, costs, micro, statistics, events, events_by_row, guest_kernel })
     }
 
     /// Runs Linux with the benchmarks.

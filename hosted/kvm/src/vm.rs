@@ -140,7 +140,7 @@ impl KvmVm {
 
 /// Sets the CPUID table of vCPU `index`. KVM fills in the bits that depend on `CR4` and `XCR0`.
 pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), Error> {
-    let view = CpuView { apic_id: index as u32, cr4: 0, xcr0: 1, apic: true };
+    let view = CpuView { apic_id: index as u32, cr4: 0, xcr0: 1, apic: true, vtlb_events: None };
     let entry = |number: u32, subleaf: u32, flags: u32| {
         let (values, patch) = table.lookup(number, subleaf);
         let [eax, ebx, ecx, edx] = table.patch(values, patch, view);

@@ -28,6 +28,9 @@ pub mod leaf {
     pub const HYPERVISOR_FEATURES: u32 = 0x4000_0001;
     /// TSC and bus frequency in kHz (VMware).
     pub const HYPERVISOR_TIMING: u32 = 0x4000_0010;
+    /// Events of the vCPU's vTLB (Parador): subleaf, the number of the counter; `EAX`, `EBX`: its
+    /// value, low and high half; `EDX`: [`VTLB_SIGNATURE`](super::VTLB_SIGNATURE) if there is one.
+    pub const VTLB_EVENTS: u32 = 0x4000_0100;
     /// Highest extended leaf; vendor.
     pub const EXTENDED: u32 = 0x8000_0000;
     /// AMD features.
@@ -226,6 +229,9 @@ pub mod amd_2a {
     pub const NULL_SELECTOR_CLEARS_BASE: u32 = 1 << 6;
     pub const NO_SMM_CTL_MSR: u32 = 1 << 9;
 }
+
+/// Leaf `0x4000_0100`, `EDX`, where the counter exists.
+pub const VTLB_SIGNATURE: u32 = u32::from_le_bytes(*b"vTLB");
 
 /// Leaf `0x4000_0001`, `EAX`: paravirtual features (KVM).
 pub mod kvm_a {

@@ -9,13 +9,14 @@
 //! - features that the VM adds: x2APIC, TSC-deadline timer, an always-running APIC timer;
 //! - topology: one package, one core per vCPU, one thread per core;
 //! - extended state: the components that the host switches for guests (`xcr0_mask`);
-//! - leaf `0x4000_0000`: the KVM paravirtual interface, which Linux supports, and the frequencies.
+//! - leaf `0x4000_0000`: the KVM paravirtual interface, which Linux supports, and the frequencies;
+//! - leaf `0x4000_0100`: events of the vTLB, for benchmarks in the guest.
 //!
 //! Leaves out of range return 0, as on AMD processors (APM vol. 3, section E.2).
 
 use hw_x86::cpuid::{
-    INVARIANT_TSC, POWER_ARAT, amd_2a, amd_c, extended_1a, extended_b, extended_c, extended_d,
-    features_c, features_d, kvm_a, leaf, sizes_b, xsave_a,
+    INVARIANT_TSC, POWER_ARAT, VTLB_SIGNATURE, amd_2a, amd_c, extended_1a, extended_b, extended_c,
+    extended_d, features_c, features_d, kvm_a, leaf, sizes_b, xsave_a,
 };
 use hw_x86::paging::{cr4, xcr0};
 
@@ -67,6 +68,8 @@ pub enum Patch {
     XsaveCompactSize,
     /// Leaf `0x8000_001E`: APIC id.
     AmdTopology,
+    /// Leaf `0x4000_0100`: counter of the vTLB.
+    VtlbEvents(u32),
 }
 
 /// vCPU state for [`CpuidTable::patch`].
@@ -80,6 +83,8 @@ pub struct CpuView {
     pub xcr0: u64,
     /// The local APIC is enabled (`APIC_BASE`).
     pub apic: bool,
+    /// The counter of [`Patch::VtlbEvents`].
+    pub vtlb_events: Option<u64>,
 }
 
 const BASIC: usize = 0xe;
@@ -467,6 +472,7 @@ impl CpuidTable {
             leaf::HYPERVISOR => &self.signature,
             leaf::HYPERVISOR_FEATURES => &self.paravirtual,
             leaf::HYPERVISOR_TIMING => &self.timing,
+            leaf::VTLB_EVENTS => return (&NOTHING, Patch::VtlbEvents(subleaf)),
             _ => &NOTHING,
         };
         (values, Patch::None)
@@ -495,6 +501,11 @@ impl CpuidTable {
         };
         match patch {
             Patch::None => {}
+            Patch::VtlbEvents(_) => {
+                if let Some(count) = cpu.vtlb_events {
+                    values = [count as u32, (count >> 32) as u32, 0, VTLB_SIGNATURE];
+                }
+            }
             Patch::Features => {
                 values[1] |= cpu.apic_id << 24;
                 set(&mut values[2], features_c::OSXSAVE, cpu.cr4 & cr4::OSXSAVE != 0);
@@ -542,7 +553,7 @@ fn hide_apic(values: &mut Values, cpu: CpuView) {
 mod tests {
     use super::*;
 
-    const CPU: CpuView = CpuView { apic_id: 0, cr4: 0, xcr0: 1, apic: true };
+    const CPU: CpuView = CpuView { apic_id: 0, cr4: 0, xcr0: 1, apic: true, vtlb_events: None };
 
     /// Results of QEMU 7.2's `-cpu EPYC,+svm,+npt` under TCG, as far as the policy uses them.
     fn epyc(number: u32, subleaf: u32) -> Values {
@@ -620,7 +631,7 @@ mod tests {
     #[test]
     fn follows_the_cpu() {
         let table = CpuidTable::new(&config(4), epyc);
-        let cpu = CpuView { apic_id: 3, cr4: cr4::OSXSAVE, xcr0: 7, apic: true };
+        let cpu = CpuView { apic_id: 3, cr4: cr4::OSXSAVE, xcr0: 7, ..CPU };
         let [_, b, c, d] = table.answer(1, 0, cpu);
         assert_eq!(b >> 16, 3 << 8 | 4);
         assert!(c & features_c::OSXSAVE != 0 && d & features_d::HTT != 0);
@@ -629,6 +640,9 @@ mod tests {
         assert_eq!(table.answer(0x8000_001e, 0, cpu), [3, 3, 0, 0]);
         assert_eq!(table.answer(0x8000_0008, 0, cpu)[2], 0x2003);
         assert_eq!(table.answer(0x8000_001d, 3, cpu)[0] >> 14, 3);
+        assert_eq!(table.answer(0x4000_0100, 2, cpu), [0; 4]);
+        let cpu = CpuView { vtlb_events: Some(0x7_0000_0009), ..cpu };
+        assert_eq!(table.answer(0x4000_0100, 2, cpu), [9, 7, 0, VTLB_SIGNATURE]);
     }
 
     #[test]
@@ -668,11 +682,7 @@ mod tests {
             for number in (0..0x40).chain(0x3fff_fff0..0x4000_0020).chain(0x8000_0000..0x8000_0040)
             {
                 for subleaf in [0, 1, 2, 3, 19, 20, 63, u32::MAX] {
-                    table.answer(
-                        number,
-                        subleaf,
-                        CpuView { apic_id: 7, cr4: !0, xcr0: !0, apic: true },
-                    );
+                    table.answer(number, subleaf, CpuView { apic_id: 7, cr4: !0, xcr0: !0, ..CPU });
                 }
             }
         }

@@ -52,6 +52,8 @@ pub struct ScriptedVcpu {
     pub cr8_exits: bool,
     /// Last value of [`X86Vcpu::set_iret_exits`]; `None`: the back end masks NMIs by itself.
     pub iret_exits: Option<bool>,
+    /// Result of [`X86Vcpu::vtlb_events`].
+    pub vtlb_events: Option<u64>,
     /// Last value of [`Vcpu::set_wait_exits`].
     pub halts: bool,
     /// Values passed to [`X86Vcpu::complete_access`].
@@ -103,6 +105,10 @@ impl ScriptedVcpu {
 }
 
 impl X86Vcpu for ScriptedVcpu {
+    fn vtlb_events(&mut self, _: u32) -> Option<u64> {
+        self.vtlb_events
+    }
+
     const KEEPS_CR8: bool = true;
 
     fn cr8(&mut self) -> u8 {

@@ -131,6 +131,11 @@ pub trait X86Vcpu: Vcpu<Exit = Exit> {
         self.flush_tlb();
     }
 
+    /// Value of a counter of the vTLB; `None`: the back end has none with this index.
+    fn vtlb_events(&mut self, _index: u32) -> Option<u64> {
+        None
+    }
+
     /// Completes the access of an [`Exit::Access`]: the value read, 0 for a write; `None` raises
     /// `#GP(0)`. A back end without such exits keeps the default.
     fn complete_access(&mut self, _value: Option<u64>) {}

@@ -205,6 +205,10 @@ fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
 }
 
 impl X86Vcpu for NativeVcpu<'_> {
+    fn vtlb_events(&mut self, index: u32) -> Option<u64> {
+        self.vtlb_counters().get(index as usize).copied()
+    }
+
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {

@@ -65,7 +65,11 @@ impl Cpu {
             }
             _ => true,
         };
-        let view = CpuView { apic_id: self.index as u32, cr4, xcr0, apic };
+        let vtlb_events = match patch {
+            Patch::VtlbEvents(index) => vcpu.vtlb_events(index),
+            _ => None,
+        };
+        let view = CpuView { apic_id: self.index as u32, cr4, xcr0, apic, vtlb_events };
         platform.cpuid().patch(values, patch, view)
     }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::run::exits::APIC_ENABLED;
+use hw_x86::cpuid::{VTLB_SIGNATURE, leaf};
 use hw_x86::kvm::hypercall;
 
 #[test]
@@ -263,6 +264,28 @@ fn cpuid_with_and_without_help() {
     assert_eq!(entries[4].0, UNDEFINED);
     assert!(matches!(platform.unknown[..], [Unknown::Instruction { .. }]));
     assert_eq!(cpu.exits()[Exit::Cpuid.index()], 4);
+}
+
+#[test]
+fn a_guest_reads_the_events_of_its_vtlb() {
+    let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0xa2, 0x0f, 0xa2]);
+    vcpu.vtlb_events = Some(5);
+    vcpu.then(|vcpu| {
+        vcpu.set_gpr(Gpr::Rax, leaf::VTLB_EVENTS.into());
+        Exit::Cpuid
+    });
+    vcpu.then(|vcpu| {
+        let result = [Gpr::Rax, Gpr::Rbx, Gpr::Rdx].map(|register| vcpu.gpr(register));
+        assert_eq!(result, [5, 0, VTLB_SIGNATURE.into()]);
+        vcpu.vtlb_events = None;
+        vcpu.set_gpr(Gpr::Rax, leaf::VTLB_EVENTS.into());
+        Exit::Cpuid
+    });
+    vcpu.then(|vcpu| {
+        assert_eq!(vcpu.gpr(Gpr::Rdx), 0);
+        Exit::Cpuid
+    });
+    play(&mut cpu, &mut vcpu, &mut platform);
 }
 
 #[test]
