@@ -72,6 +72,18 @@ impl Drop for Process<'_> {
 impl<'a> Process<'a> {
     /// Starts the process for an image of this size and waits until it serves.
     fn start(driver: &'a mut Driver, path: &Path, bytes: u64) -> Self {
+        // Each start after a kill says that the image is repaired.
+        Self::start_with(driver, path, bytes, "text", Stdio::null())
+    }
+
+    /// Does the same; its messages have this format.
+    fn start_with(
+        driver: &'a mut Driver,
+        path: &Path,
+        bytes: u64,
+        format: &str,
+        messages: Stdio,
+    ) -> Self {
         let image = File::options().read(true).write(true).open(path).unwrap();
         let (memory, sectors) = (driver.memory().to_string(), (bytes / SECTOR).to_string());
         let session = driver.session().unwrap();
@@ -82,12 +94,11 @@ impl<'a> Process<'a> {
         let image = FdMapping { parent_fd: image.into(), child_fd: layout::DISKS_FD as i32 };
         let mut command = Command::new(env!("CARGO_BIN_EXE_parador"));
         command
-            .args(["--device", "image", &memory, "0", "false", &sectors, "none"])
+            .args(["--device", format, "image", &memory, "0", "false", &sectors, "none"])
             .env_clear()
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Each start after a kill says that the image is repaired.
-            .stderr(Stdio::null())
+            .stderr(messages)
             .fd_mappings(memories.into_iter().chain([image]).collect())
             .unwrap();
         let mut child = command.spawn().unwrap();
@@ -167,6 +178,34 @@ fn killed_after_each_of_the_first_writes() {
             }
         }
     }
+}
+
+/// The repair of an image is reported in the format of the VM's other messages.
+#[test]
+fn repairs_are_reported_in_both_formats() {
+    const BYTES: u64 = 64 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let mut driver = Driver::new(GUEST).unwrap();
+    create(&path, "compat=1.1", BYTES);
+    Process::start(&mut driver, &path, BYTES).write(0, 1);
+    let mut report = |format: &str| {
+        let (driver, errors) = (&mut driver, Stdio::piped());
+        let mut process = Process::start_with(driver, &path, BYTES, format, errors);
+        let mut messages = process.child.stderr.take().unwrap();
+        // It is killed, so the image stays dirty.
+        drop(process);
+        let mut text = String::new();
+        messages.read_to_string(&mut text).unwrap();
+        text
+    };
+    let text = report("text");
+    assert!(text.starts_with("parador: a qcow2 image was not closed; "), "{text}");
+    let json = report("json");
+    let record: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&record["level"], &record["source"]), (&"warn".into(), &"disk".into()));
+    let message = record["message"].as_str().unwrap();
+    assert!(message.starts_with("a qcow2 image was not closed; "), "{message}");
 }
 
 /// The values that a block may have.

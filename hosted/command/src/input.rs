@@ -25,6 +25,15 @@ pub fn open(path: &Path) -> Result<File, Failure> {
     })
 }
 
+/// Opens a file as [`open`], for callers with messages of their own.
+///
+/// # Errors
+/// It is a named pipe: [`io::ErrorKind::InvalidInput`]; those of open(2).
+pub fn open_unnamed(path: &Path) -> io::Result<File> {
+    let is_pipe = || io::Error::new(io::ErrorKind::InvalidInput, "it is a named pipe");
+    open_unless_named_pipe(path)?.ok_or_else(is_pipe)
+}
+
 /// Opens a file; `None`: it is a named pipe.
 fn open_unless_named_pipe(path: &Path) -> io::Result<Option<File>> {
     let found = find(path)?;
@@ -134,8 +143,12 @@ mod tests {
         let path = folder.path().join("pipe");
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
         let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || sender.send(bytes(&path, 9).and_then(|_| open(&path))));
-        let failure = receiver.recv_timeout(Duration::from_secs(20)).expect("an end").unwrap_err();
+        thread::spawn(move || {
+            sender.send((bytes(&path, 9).and_then(|_| open(&path)), open_unnamed(&path)))
+        });
+        let opened = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+        assert_eq!(opened.1.unwrap_err().to_string(), "it is a named pipe");
+        let failure = opened.0.unwrap_err();
         assert_eq!(failure.code(), failure::BAD_CONFIG);
         assert!(failure.to_string().contains("neither a file nor a block device"), "{failure}");
         let (reader, mut writer) = io::pipe().unwrap();

@@ -94,6 +94,11 @@ pub fn is_quiet() -> bool {
     QUIET.load(Relaxed)
 }
 
+/// Returns the format.
+pub fn format() -> Format {
+    if is_json() { Format::Json } else { Format::Text }
+}
+
 /// Returns whether the format is JSON.
 pub fn is_json() -> bool {
     JSON.load(Relaxed)
@@ -124,11 +129,22 @@ pub fn emit(level: Level, text: &str, more: More<'_>) {
     if is_quiet() && level != Level::Error {
         return;
     }
-    if is_json() {
-        print(&Record { time: now(), level, source: OWN, message: text, more });
-    } else {
-        to_stderr(format_args!("{OWN}: {text}\n"));
+    write_to_stderr(formatted(format(), level, OWN, text, more).as_bytes());
+}
+
+/// Returns a message as a line in the format of all messages, for a process of the VM whose sandbox
+/// does not let it print by this module.
+pub fn line(level: Level, source: &str, text: &str) -> String {
+    formatted(format(), level, source, text, More::default())
+}
+
+fn formatted(format: Format, level: Level, source: &str, text: &str, more: More<'_>) -> String {
+    if format == Format::Text {
+        return format!("{OWN}: {text}\n");
     }
+    let record = Record { time: now(), level, source, message: text, more };
+    // Numbers and strings always serialize.
+    serde_json::to_string(&record).unwrap_or_default() + "\n"
 }
 
 /// Writes to standard error, and ignores that its reader or terminal has gone or does not keep up,
@@ -145,13 +161,6 @@ fn write_to_stderr(bytes: &[u8]) {
     let written = streams::write_within(all.as_fd(), bytes, limit);
     let is_late = written.is_err_and(|error| error.kind() == ErrorKind::TimedOut);
     IS_LATE.store(is_late, Relaxed);
-}
-
-fn print(record: &Record<'_>) {
-    // Numbers and strings always serialize. A write error has no receiver.
-    let mut line = serde_json::to_vec(record).unwrap_or_default();
-    line.push(b'\n');
-    write_to_stderr(&line);
 }
 
 fn now() -> String {
@@ -199,8 +208,7 @@ impl MessageLog {
         }
         let (level, text) = read(&String::from_utf8_lossy(&bytes));
         if is_json() && !self.is_marked(&text) {
-            let (source, message) = (self.source, &*text);
-            print(&Record { time: now(), level, source, message, more: More::default() });
+            write_to_stderr(line(level, self.source, &text).as_bytes());
         } else {
             self.lines.push((level, text));
         }
@@ -277,6 +285,18 @@ mod tests {
         let levels: Vec<_> = heard.lines.iter().map(|line| line.0).collect();
         assert_eq!(levels, [Level::Error, Level::Warn, Level::Error, Level::Warn]);
         assert_eq!(heard.text(), "gone\nodd ?[2J\nno\n<7>raw\n");
+    }
+
+    #[test]
+    fn messages_in_both_formats() {
+        let line = |format, more| formatted(format, Level::Warn, "disk", "a \"text\"", more);
+        assert_eq!(line(Format::Text, More::default()), "parador: a \"text\"\n");
+        let json = line(Format::Json, More { code: Some(3), ..More::default() });
+        assert!(json.ends_with("}\n") && json.lines().count() == 1, "{json}");
+        let record: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&record["level"], &record["source"]), (&"warn".into(), &"disk".into()));
+        assert_eq!((&record["message"], &record["code"]), (&"a \"text\"".into(), &3.into()));
+        assert!(record["time"].as_str().unwrap().ends_with('Z') && record.get("help").is_none());
     }
 
     #[test]

@@ -13,7 +13,7 @@
 //! ([`refcounts`]).
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -32,6 +32,7 @@ use proto::requests::{op, status};
 
 use self::marking::Marking;
 use crate::confine::{FileAccess, SetupError, confine};
+use crate::report::report;
 use crate::worker::{Executed, GuestQueue, Serve, TakenRequest, Worker};
 
 #[cfg(test)]
@@ -316,9 +317,7 @@ impl<S: Storage + 'static> Disk<S> {
     /// Reports the first error; the guest gets an error each time.
     fn report_error(&self, error: &io::Error) {
         if !self.has_told.swap(true, Relaxed) {
-            let cause = Cause::new(error.raw_os_error(), error);
-            // It may have no reader.
-            let _ = writeln!(io::stderr(), "parador: qcow2 image: {cause}");
+            report(&format!("qcow2 image: {}", Cause::new(error.raw_os_error(), error)));
         }
     }
 }

@@ -12,6 +12,7 @@ mod confine;
 mod footprint;
 mod image;
 mod ninep;
+pub mod report;
 mod share;
 #[cfg(feature = "testing")]
 pub mod testing;

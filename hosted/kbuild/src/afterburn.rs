@@ -3,8 +3,10 @@
 
 use clap::Subcommand;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::output;
 use hosted_command::supervise;
+use hosted_loader::MAX_KERNEL;
 use std::convert::Infallible;
 use std::env;
 use std::ffi::OsString;
@@ -150,7 +152,7 @@ fn verify(file: &Path, json: bool, exceptions: &Exceptions) -> Result<u8, Failur
 /// Reads a file, or standard input if it is `-`.
 fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     if path != Path::new("-") {
-        return fs::read(path).file_error("read", path);
+        return input::bytes(path, MAX_KERNEL);
     }
     let mut text = Vec::new();
     let read = io::stdin().lock().read_to_end(&mut text);
@@ -212,4 +214,24 @@ fn refused(error: &Error) -> Failure {
         _ => error.to_string(),
     };
     Failure::new(error.code(), message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn a_named_pipe_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(read(&pipe)));
+        let read = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+        assert_eq!(read.unwrap_err().code(), failure::BAD_CONFIG);
+    }
 }

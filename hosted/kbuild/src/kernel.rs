@@ -22,6 +22,7 @@ use clap::{Args, Subcommand};
 pub use file::KernelFile;
 use hosted_command::digest::digest;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::output;
@@ -199,7 +200,7 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
 
 /// Writes a kernel's symbols for `perf report --symfs FOLDER`.
 fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
-    let source = File::open(kernel).and_then(KernelReader::new).file_error("read", kernel)?;
+    let source = KernelReader::new(input::open(kernel)?).file_error("read", kernel)?;
     let object = Image::parse(&source).and_then(|image| symbols::object(&image));
     let object = object.map_err(|error| refused(&error, kernel))?;
     let path = folder.join(symbols::name());
@@ -620,6 +621,19 @@ fn jobs(options: &Options) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn symbols_do_not_wait_for_a_named_pipe() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let (sender, receiver) = mpsc::channel();
+        let to = folder.path().join("symbols");
+        thread::spawn(move || sender.send(write_symbols(&pipe, &to)));
+        let failure = receiver.recv_timeout(Duration::from_secs(20)).expect("an end").unwrap_err();
+        assert_eq!(failure.code(), failure::BAD_CONFIG);
+    }
 
     #[test]
     fn every_line_of_the_configuration_must_come_out() {

@@ -4,9 +4,10 @@ use crate::descriptors;
 use crate::device_process::DeviceProcess;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure};
+use hosted_command::messages::{self, Format, Level};
 use hosted_command::streams;
 use hosted_command::supervise::{self, AtEnd};
-use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock};
+use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock, report};
 use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
@@ -18,10 +19,12 @@ use std::sync::atomic::AtomicBool;
 
 /// First argument of such a process.
 const MARK: &str = "--device";
-/// Kinds of devices, as the second argument.
+/// Kinds of devices, as the third argument.
 const SHARE: &str = "share";
 const IMAGE: &str = "image";
 const VSOCK: &str = "vsock";
+/// Source of messages of a disk.
+const DISK: &str = "disk";
 /// Argument of an image that is no overlay.
 const NO_BASE: &str = "none";
 
@@ -115,6 +118,19 @@ fn word_of_base(base: Base) -> &'static str {
     }
 }
 
+/// Returns the argument for a format of messages.
+fn word_of_format(format: Format) -> &'static str {
+    match format {
+        Format::Text => "text",
+        Format::Json => "json",
+    }
+}
+
+/// Returns the format of messages that an argument names.
+fn parse_format(word: &str) -> Option<Format> {
+    [Format::Text, Format::Json].into_iter().find(|&format| word_of_format(format) == word)
+}
+
 /// Starts the process of the vsock device with its descriptors.
 pub fn start_vsock(vsock: Vsock, own: [OwnedFd; 3]) -> Result<DeviceProcess, Failure> {
     let numbered = own.into_iter().zip(layout::DISKS_FD as i32..);
@@ -130,6 +146,7 @@ fn spawn(
     let mut command = supervise::own(AtEnd::Terminate)?;
     command
         .arg(MARK)
+        .arg(word_of_format(messages::format()))
         .args(arguments)
         .env_clear()
         .stdin(Stdio::null())
@@ -151,10 +168,13 @@ pub fn become_device() -> Option<ExitCode> {
     if arguments.next()? != MARK {
         return None;
     }
-    let Some(device) = parse_arguments(arguments) else {
+    let format = arguments.next().and_then(|word| parse_format(&word));
+    let Some((format, device)) = format.zip(parse_arguments(arguments)) else {
         eprintln!("parador: error: {MARK} is for internal use");
         return Some(ExitCode::from(failure::INTERNAL));
     };
+    messages::set(format);
+    report::set_format(|text| messages::line(Level::Warn, DISK, text));
     let end = Arc::new(AtomicBool::new(false));
     // Exceeding RLIMIT_FSIZE is an error of the write, not the end of the process.
     let listens = flag::register(SIGTERM, end.clone())
@@ -197,4 +217,17 @@ fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served
     let queue = arguments.next()?.parse().ok()?;
     let device = DeviceKind::parse(&kind, arguments)?;
     Some(Served::Requests(hosted_devices::GuestQueue { memory, queue }, device))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_of_messages_are_passed_on() {
+        for format in [Format::Text, Format::Json] {
+            assert_eq!(parse_format(word_of_format(format)), Some(format));
+        }
+        assert_eq!(parse_format(IMAGE), None);
+    }
 }

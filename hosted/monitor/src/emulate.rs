@@ -6,6 +6,7 @@ use crate::exit::ExitCause;
 use crate::vm_process::VmProcess;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::messages;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::attach::{Bus, EmulatedDisk, MAX_MMIO_DEVICES, MMIO_PER_PAGE, VirtioBus};
@@ -62,14 +63,7 @@ struct Verdict {
 
 /// Runs QEMU to its end and returns the exit code.
 pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<u8, Failure> {
-    for disk in &system.disks {
-        fs::File::open(&disk.path).map_err(|error| {
-            let help = rootfs::advice(&disk.path)
-                .unwrap_or_else(|| "create a disk with `truncate -s 1G FILE`".to_owned());
-            Failure::file("open", &disk.path, &error)
-                .help(help + "; paths are relative to the description's folder")
-        })?;
-    }
+    system.disks.iter().try_for_each(|disk| check_disk(&disk.path))?;
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
         .map_err(|failure| failure.help(qemu_help(system)))?;
     command.args(arguments(system, image, options));
@@ -99,6 +93,16 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
     let Verdict { text, code, .. } = &verdict;
     messages::to_stderr(format_args!("parador: {text} (exit code {code}, {seconds:.1} s)\n"));
     Ok(verdict.code)
+}
+
+/// Checks that QEMU can open a disk, for a better message than its own.
+fn check_disk(path: &Path) -> Result<(), Failure> {
+    input::open_unnamed(path).map(drop).map_err(|error| {
+        let help = rootfs::advice(path)
+            .unwrap_or_else(|| "create a disk with `truncate -s 1G FILE`".to_owned());
+        Failure::file("open", path, &error)
+            .help(help + "; paths are relative to the description's folder")
+    })
 }
 
 /// Describes the terminal's keys; `clients` share the console.
@@ -310,7 +314,10 @@ fn option_path(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::process::ExitStatus;
+    use std::sync::mpsc;
+    use std::thread;
 
     fn exited(code: i32) -> Verdict {
         exit_verdict(&ExitCause::Exited(ExitStatus::from_raw(code << 8)))
@@ -319,6 +326,19 @@ mod tests {
     /// Returns QEMU's exit status for an exit code that `root` writes.
     fn status(code: i32) -> i32 {
         2 * (code + i32::from(REPORT_BASE)) + 1
+    }
+
+    #[test]
+    fn a_named_pipe_is_no_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(check_disk(&pipe)));
+        let checked = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+        assert!(checked.unwrap_err().to_string().contains("it is a named pipe"));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        check_disk(file.path()).unwrap();
     }
 
     #[test]

@@ -59,6 +59,12 @@ impl EndingSignals {
         let pipes = pipes.os_error("install signal handlers")?;
         Ok(ALL.get_or_init(|| Self(pipes)))
     }
+
+    /// Creates the signals of a test: `pipe` is readable once `signal` has arrived.
+    #[cfg(test)]
+    pub fn with_pipe(signal: i32, pipe: UnixStream) -> Self {
+        Self(vec![(signal, pipe)])
+    }
 }
 
 /// Passes events to `handler` until it, a signal or the deadline ends the loop. `action` completes
@@ -198,7 +204,7 @@ mod tests {
     #[test]
     fn a_signal_precedes_other_events() {
         let (pipe, mut raise) = UnixStream::pair().unwrap();
-        let signals = EndingSignals(vec![(15, pipe)]);
+        let signals = EndingSignals::with_pipe(15, pipe);
         let (mut handler, [mut first, _second]) = counter();
         first.write_all(b"a").unwrap();
         raise.write_all(b"x").unwrap();

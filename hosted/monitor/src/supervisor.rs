@@ -11,7 +11,8 @@ use crate::control::executor::CommandExecutor;
 use crate::debugger::{self, Debugger, GuestKernel, Ram};
 use crate::descriptors;
 use crate::device;
-use crate::device_process::DeviceProcess;
+use crate::device_process::{self, DeviceProcess};
+use crate::event_loop::EndingSignals;
 use crate::exit::{self, ExitCause};
 use crate::metrics::Metrics;
 use crate::net::NetBackend;
@@ -31,6 +32,7 @@ use hosted_loader::Prepared;
 use proto::hosted::{MAX_DISKS, MAX_NETS, layout};
 use rustix::event::{EventfdFlags, eventfd};
 use std::fs::{self, File, OpenOptions};
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -202,7 +204,13 @@ impl Supervisor {
     /// Starts the VM's processes and serves them until the VM ends. Returns the cause and the
     /// messages of the VM's first process.
     fn serve(&mut self, start: Start, began: Instant) -> Result<(ExitCause, MessageLog), Failure> {
-        let RunningVm { process, control, stream, memory, counters, _nets } = self.start(start)?;
+        let started = match self.start(start)? {
+            ControlFlow::Continue(started) => started,
+            ControlFlow::Break(cause) => {
+                return Ok((cause, MessageLog::new(self.backend.process_name(), None)));
+            }
+        };
+        let RunningVm { process, control, stream, memory, counters, _nets } = started;
         self.control.started(process.process(), memory, counters, began);
         let metrics = self.metrics.as_ref();
         let maps = self.maps.as_mut();
@@ -217,8 +225,9 @@ impl Supervisor {
         process.serve(self.deadline, KEYS, &mut self.serial, second, Some(&mut executor))
     }
 
-    /// Starts the VM's processes.
-    fn start(&self, start: Start) -> Result<RunningVm, Failure> {
+    /// Starts the VM's processes; returns the cause if the VM ends before its devices are ready.
+    fn start(&self, start: Start) -> Result<ControlFlow<ExitCause, RunningVm>, Failure> {
+        let signals = EndingSignals::subscribe()?;
         let Start { prepared, more, nets } = start;
         let memory = (duplicate(&prepared.memory)?, duplicate(&prepared.shared)?);
         let (control, theirs) = UnixStream::pair()
@@ -246,7 +255,10 @@ impl Supervisor {
             devices.push(process);
             given.push((packets, layout::NETS_FD + MAX_NETS as u32));
         }
-        devices.iter_mut().try_for_each(DeviceProcess::wait_until_ready)?;
+        if let Some(cause) = device_process::wait_until_ready(&mut devices, signals, self.deadline)?
+        {
+            return Ok(ControlFlow::Break(cause));
+        }
         given.extend(self.raw_disks()?);
         // The host ends of the networks end with this start.
         let (frames, nets): (Vec<_>, Vec<_>) = nets.into_iter().map(NetBackend::split).unzip();
@@ -254,7 +266,8 @@ impl Supervisor {
         given.extend(more);
         let process = self.start_process(given, &memory.1)?;
         let process = process.with_devices(devices);
-        Ok(RunningVm { process, control, stream, memory, counters, _nets: nets })
+        let vm = RunningVm { process, control, stream, memory, counters, _nets: nets };
+        Ok(ControlFlow::Continue(vm))
     }
 
     /// Starts the processes of qcow2 images and shared directories.

@@ -3,6 +3,7 @@
 
 use crate::annotations;
 use crate::cgroup::{CpuSet, HostLimits};
+use crate::devices;
 use crate::hooks;
 use crate::mounts::MountPlan;
 use crate::refuse;
@@ -14,8 +15,8 @@ use hosted_command::value::Size;
 use hosted_exec::patience::AgentTimeout;
 use hosted_exec::vm::{host_cpus, host_memory};
 use oci_spec::runtime::{
-    Hooks, Linux, LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType, LinuxNamespace,
-    LinuxNamespaceType, Mount, Process, Spec,
+    Hooks, Linux, LinuxDevice, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, Mount, Process,
+    Spec,
 };
 use proto::agent::container::Namespaces;
 use std::collections::HashMap;
@@ -141,7 +142,8 @@ impl Bundle {
                 "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
             ));
         }
-        let is_privileged = is_privileged(&linux);
+        // Engines list all devices of the host, in whose place it gets all of the guest.
+        let is_privileged = devices::are_all_permitted(&linux)?;
         if is_privileged {
             let devices = linux.devices().clone().map(|mut devices| {
                 devices.retain(is_known);
@@ -223,21 +225,6 @@ fn check_linux(linux: &Linux) -> Result<(), Failure> {
         return Err(refuse("linux.timeOffsets: a VM has no time namespaces"));
     }
     linux.devices().iter().flatten().try_for_each(check_device)
-}
-
-/// Returns whether a container may use every device, as those of `podman run --privileged` do:
-/// engines list all devices of the host for it, in whose place it gets all of the guest.
-fn is_privileged(linux: &Linux) -> bool {
-    let rules = linux.resources().as_ref().and_then(|resources| resources.devices().as_ref());
-    let is_for_all = |rule: &LinuxDeviceCgroup| {
-        let has_kind = rule.typ().is_some_and(|kind| kind != LinuxDeviceType::A);
-        let is_of_one = [rule.major(), rule.minor()].iter().flatten().any(|number| *number >= 0);
-        let access = rule.access().as_deref().unwrap_or_default();
-        !has_kind && !is_of_one && "rwm".chars().all(|kind| access.contains(kind))
-    };
-    // The last one counts; the first one denies all for others.
-    let last = rules.and_then(|rules| rules.iter().rfind(|rule| is_for_all(rule)));
-    last.is_some_and(LinuxDeviceCgroup::allow)
 }
 
 /// Returns whether a mount is that of a device of the host.

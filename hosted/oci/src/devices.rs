@@ -71,6 +71,26 @@ const EXIT: u8 = 0x95;
 /// # Errors
 /// There are too many rules, or one is malformed.
 pub fn filter(linux: &Linux) -> Result<Vec<u64>, Failure> {
+    let mut rules = stated(linux)?;
+    if rules.last().is_some_and(|last| last.is_for_all() && last.allow) {
+        return Ok(Vec::new());
+    }
+    rules.extend(DEFAULT);
+    Ok(program(&rules))
+}
+
+/// Returns whether the last rule for all devices permits them, as for containers of
+/// `podman run --privileged`. The first rule denies all for others.
+///
+/// # Errors
+/// There are too many rules, or one is malformed.
+pub fn are_all_permitted(linux: &Linux) -> Result<bool, Failure> {
+    let rules = stated(linux)?;
+    Ok(rules.iter().rfind(|rule| rule.is_for_all()).is_some_and(|rule| rule.allow))
+}
+
+/// Returns the rules of a configuration.
+fn stated(linux: &Linux) -> Result<Vec<Rule>, Failure> {
     let stated = linux.resources().as_ref().and_then(|resources| resources.devices().as_deref());
     let stated = stated.unwrap_or_default();
     if stated.len() > MAX_RULES {
@@ -78,12 +98,7 @@ pub fn filter(linux: &Linux) -> Result<Vec<u64>, Failure> {
         let text = format!("linux.resources.devices: {count} rules; the most are {MAX_RULES}");
         return Err(refuse(text));
     }
-    let mut rules = stated.iter().map(Rule::new).collect::<Result<Vec<_>, _>>()?;
-    if rules.last().is_some_and(|last| last.is_last_word() && last.allow) {
-        return Ok(Vec::new());
-    }
-    rules.extend(DEFAULT);
-    Ok(program(&rules))
+    stated.iter().map(Rule::new).collect()
 }
 
 impl Rule {
@@ -106,8 +121,12 @@ impl Rule {
                 .map(Some)
                 .map_err(|_| wrong(format!("invalid device number {number}"))),
         };
-        let access = rule.access().as_deref().unwrap_or("rwm").chars();
-        let access = access.map(|kind| match kind {
+        // The specification gives no meaning to a rule without access, and runc refuses it.
+        let access = rule.access().as_deref().unwrap_or_default();
+        if access.is_empty() {
+            return Err(wrong("a rule has no access; r, w and m are known".to_owned()));
+        }
+        let access = access.chars().map(|kind| match kind {
             'r' => Ok(READ),
             'w' => Ok(WRITE),
             'm' => Ok(MKNOD),
@@ -118,8 +137,9 @@ impl Rule {
         Ok(Self { kind, major, minor, access, allow: rule.allow() })
     }
 
-    /// Returns whether no rule before this one has any effect.
-    fn is_last_word(&self) -> bool {
+    /// Returns whether this is a rule for every access to all devices: no rule before it has any
+    /// effect.
+    fn is_for_all(&self) -> bool {
         self.access == ALL && [self.kind, self.major, self.minor] == [None; 3]
     }
 
@@ -171,7 +191,7 @@ fn program(rules: &[Rule]) -> Vec<u64> {
     ];
     for rule in rules.iter().rev() {
         rule.write(&mut program);
-        if rule.is_last_word() {
+        if rule.is_for_all() {
             break;
         }
     }
@@ -193,9 +213,52 @@ mod tests {
         machine.execute_program(&mut context).unwrap() == 1
     }
 
-    fn filter_of(rules: &str) -> Result<Vec<u64>, Failure> {
+    fn linux(rules: &str) -> Linux {
         let text = format!("{{\"resources\": {{\"devices\": {rules}}}}}");
-        filter(&serde_json::from_str(&text).unwrap())
+        serde_json::from_str(&text).unwrap()
+    }
+
+    fn filter_of(rules: &str) -> Result<Vec<u64>, Failure> {
+        filter(&linux(rules))
+    }
+
+    /// Both decisions on the same rules.
+    #[test]
+    fn rules_for_all_devices() {
+        let all = |rules: &str| {
+            let linux = linux(rules);
+            (are_all_permitted(&linux).unwrap(), filter(&linux).unwrap().is_empty())
+        };
+        let first = r#"{"allow": false, "access": "rwm"}"#;
+        let of = |rule: &str| all(&format!("[{first},{rule}]"));
+        assert_eq!(all("[]"), (false, false));
+        assert_eq!(all(&format!("[{first}]")), (false, false));
+        for rule in [
+            r#"{"allow": true, "access": "rwm"}"#,
+            r#"{"allow": true, "type": "a", "access": "mwr"}"#,
+            r#"{"allow": true, "type": "a", "major": -1, "minor": -1, "access": "rwm"}"#,
+        ] {
+            assert_eq!(of(rule), (true, true), "{rule}");
+            assert_eq!(of(&format!("{rule},{first}")), (false, false), "{rule}");
+        }
+        for rule in [
+            r#"{"allow": true, "access": "rw"}"#,
+            r#"{"allow": true, "type": "b", "access": "rwm"}"#,
+            r#"{"allow": true, "major": 0, "access": "rwm"}"#,
+            r#"{"allow": true, "minor": 0, "access": "rwm"}"#,
+        ] {
+            assert_eq!(of(rule), (false, false), "{rule}");
+        }
+    }
+
+    #[test]
+    fn rules_without_access_are_refused() {
+        for rule in [r#"{"allow": true}"#, r#"{"allow": false, "access": ""}"#] {
+            let linux = linux(&format!("[{rule}]"));
+            let expected = "linux.resources.devices: a rule has no access; r, w and m are known";
+            assert!(filter(&linux).unwrap_err().to_string().contains(expected));
+            assert!(are_all_permitted(&linux).unwrap_err().to_string().contains(expected));
+        }
     }
 
     #[test]
@@ -250,9 +313,15 @@ mod tests {
         let text = |rules: &str| filter_of(rules).unwrap_err().to_string();
         assert!(text(&many).contains("513 rules; the most are 512"));
         assert!(text(r#"[{"allow": true, "access": "rx"}]"#).contains("invalid access 'x'"));
-        assert!(text(r#"[{"allow": true, "major": -2}]"#).contains("invalid device number -2"));
+        assert!(
+            text(r#"[{"allow": true, "major": -2, "access": "r"}]"#)
+                .contains("invalid device number -2")
+        );
         assert!(text(r#"[{"allow": true, "type": "p"}]"#).contains("a FIFO is no device"));
-        let most = format!("[{}]", vec![r#"{"allow": true, "major": 9}"#; MAX_RULES].join(","));
+        let most = format!(
+            "[{}]",
+            vec![r#"{"allow": true, "major": 9, "access": "r"}"#; MAX_RULES].join(",")
+        );
         assert!(permits(&filter_of(&most).unwrap(), BLOCK, [9, 9], READ));
     }
 
@@ -261,7 +330,7 @@ mod tests {
         let short = filter_of(r#"[{"allow": false, "access": "rwm"}]"#).unwrap();
         let rules = format!(
             "[{},{}]",
-            vec![r#"{"allow": true, "major": 9}"#; 100].join(","),
+            vec![r#"{"allow": true, "major": 9, "access": "r"}"#; 100].join(","),
             r#"{"allow": false, "type": "a", "access": "rwm"}"#
         );
         assert_eq!(filter_of(&rules).unwrap(), short);

@@ -12,11 +12,11 @@
 
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
+use hosted_command::input;
 use hosted_monitor::config::net::{DeviceName, Mac, NetConfig};
 use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
-use std::fs::File;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
@@ -88,7 +88,8 @@ struct FoundRoute {
 /// # Errors
 /// There is none at the path.
 pub fn enter(namespace: &Path) -> Result<(), Failure> {
-    let file = File::open(namespace).file_error("open the network namespace", namespace)?;
+    let opened = input::open_unnamed(namespace);
+    let file = opened.file_error("open the network namespace", namespace)?;
     let kind = Some(LinkNameSpaceType::Network);
     let entered = move_into_link_name_space(file.as_fd(), kind).map_err(std::io::Error::from);
     entered.file_error("enter the network namespace", namespace)
@@ -300,6 +301,21 @@ impl PodNetwork {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn a_named_pipe_is_no_namespace() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(enter(&pipe)));
+        let entered = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+        assert!(entered.unwrap_err().to_string().contains("it is a named pipe"));
+    }
 
     const LINKS: &str = r#"[
         {"ifname": "lo", "link_type": "loopback", "address": "00:00:00:00:00:00", "mtu": 65536,

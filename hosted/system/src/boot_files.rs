@@ -8,10 +8,10 @@ use crate::rootfs;
 use crate::vtlb;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure};
+use hosted_command::input;
 use hosted_command::problem::Problem;
 use hosted_command::value::Size;
 use std::fmt::Display;
-use std::fs;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::path::Path;
@@ -202,10 +202,11 @@ impl ResolvedVm {
 /// Reads the file of a kernel.
 ///
 /// # Errors
-/// It cannot be read, or has more than [`packed::LIMIT`] bytes: a device may have no end.
+/// It is a named pipe, cannot be read, or has more than [`packed::LIMIT`] bytes: a device may have
+/// no end.
 pub(crate) fn read_kernel(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    fs::File::open(path)?.take(packed::LIMIT + 1).read_to_end(&mut bytes)?;
+    input::open_unnamed(path)?.take(packed::LIMIT + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > packed::LIMIT {
         true => Err(io::ErrorKind::FileTooLarge.into()),
         false => Ok(bytes),
@@ -228,10 +229,35 @@ pub(crate) fn unreadable(
 
 /// Returns the length of a readable regular file.
 pub(crate) fn file_length(path: &Path) -> std::io::Result<u64> {
-    let metadata = fs::File::open(path)?.metadata()?;
+    let metadata = input::open_unnamed(path)?.metadata()?;
     if metadata.is_file() {
         Ok(metadata.len())
     } else {
         Err(std::io::ErrorKind::IsADirectory.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn named_pipes_are_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || {
+            let _ = sender.send(read_kernel(&pipe).map(drop));
+            sender.send(file_length(&pipe).map(drop))
+        });
+        for _ in 0..2 {
+            let read = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
+            assert_eq!(read.unwrap_err().to_string(), "it is a named pipe");
+        }
     }
 }

@@ -11,6 +11,7 @@ use clap::Args;
 use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::disk_lock;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::input;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::messages;
@@ -330,7 +331,7 @@ fn check_host(arch: Architecture) -> Result<(), Failure> {
 }
 
 fn public_key(path: &Path) -> Result<String, Failure> {
-    let text = fs::read_to_string(path).file_error("read", path)?;
+    let text = input::text(path)?;
     match text.starts_with("ssh-") || text.starts_with("ecdsa-") || text.starts_with("sk-") {
         true => Ok(text),
         false => {

@@ -81,6 +81,13 @@ pub fn qcow2_kept() -> Result<()> {
     raw.read_exact_at(&mut sector, 77 * 512).context("cannot read a sector")?;
     ensure!(sector == *b"root:", "flushed data is missing");
 
+    // The dirty bit of the header: the next start repairs the image.
+    let image = File::options().write(true).open(rig.path("new.qcow2")).context("no image")?;
+    image.write_all_at(&[1], 79).context("cannot write to the image")?;
+    let mut machine = rig.run();
+    machine.args(["-d", "new.qcow2", "--log-format", "json"]);
+    let said = "\"source\":\"disk\",\"message\":\"a qcow2 image was not closed";
+    end(&mut machine, "poweroff\n")?.well(0, &[said])?;
     Ok(())
 }
 

@@ -1,10 +1,11 @@
 //! Dirty bit in the header of a qcow2 image that is open for writing.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refcounts::{COMMAND, Header, ImageError};
+use crate::report::report;
 
 /// State of the dirty bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,18 +38,16 @@ impl Marker {
         self.file.sync_data()
     }
 
-    /// Rebuilds the reference counts of an image that was not closed.
+    /// Rebuilds the reference counts of an image that was not closed. If the process is killed
+    /// meanwhile, the next opener does it again: the dirty bit stays set until the image is closed.
     fn repair(&self) -> Result<(), ImageError> {
         let found = self.header.rebuild(&self.file)?;
         self.file.sync_data()?;
-        // It may have no reader.
-        let _ = writeln!(
-            io::stderr(),
-            "parador: a qcow2 image was not closed; its reference counts have been rebuilt \
+        report(&format!(
+            "a qcow2 image was not closed; its reference counts have been rebuilt \
              ({} clusters were lost, {} were not counted)",
-            found.leaked,
-            found.missing
-        );
+            found.leaked, found.missing
+        ));
         Ok(())
     }
 }

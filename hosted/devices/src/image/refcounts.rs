@@ -583,6 +583,23 @@ mod tests {
         }
     }
 
+    /// A kill leaves the blocks before some byte corrected, and the dirty bit set.
+    #[test]
+    fn a_killed_rebuild_is_done_again() {
+        let medium = image();
+        Header::read(&medium).unwrap().write_dirty(&medium, true).unwrap();
+        let good = medium.borrow().clone();
+        medium.write(2 * CLUSTER, &[1; 2 * CLUSTER as usize]).unwrap();
+        let broken = medium.borrow().clone();
+        for cut in (2 * CLUSTER as usize..=4 * CLUSTER as usize).step_by(100) {
+            medium.replace([&good[..cut], &broken[cut..]].concat());
+            let header = Header::read(&medium).unwrap();
+            assert!(header.is_dirty(), "the next opener repairs it");
+            header.rebuild(&medium).unwrap();
+            assert!(*medium.borrow() == good, "{cut}");
+        }
+    }
+
     #[test]
     fn the_dirty_bit() {
         let medium = image();

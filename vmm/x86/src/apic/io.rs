@@ -6,7 +6,9 @@
 //! masked pin is lost, as on the chip. Pins are active when their level is true, whatever polarity
 //! is programmed. The arbitration id is the chip's own id, as after each write of it; there is no
 //! bus on which it would rotate.
-//! Missing: the delivery status bit (messages are never pending).
+//! Missing: the delivery status bit (messages are never pending). Remote IRR is set when a level is
+//! sent, also to a destination that no local APIC has, as in QEMU and KVM; the chip sets it when a
+//! local APIC accepts the message. Drivers clear it by switching to edge and back.
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
 use super::local::spec::{FIXED, LOWEST};
