@@ -113,15 +113,35 @@ pub fn text(path: &Path) -> Result<String, Failure> {
     })
 }
 
+/// Named pipes for tests.
+#[cfg(any(test, feature = "testing"))]
+pub mod testing {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    use std::path::Path;
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    /// Calls `read` with the path of a named pipe that has no writer, and returns its result.
+    ///
+    /// # Panics
+    /// It waits for the pipe, or panics.
+    pub fn with_named_pipe<T: Send + 'static>(read: impl FnOnce(&Path) -> T + Send + 'static) -> T {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(read(&pipe)));
+        receiver.recv_timeout(Duration::from_secs(20)).expect("an end")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::fs;
     use std::io::Write;
-    use std::sync::mpsc;
-    use std::thread;
-    use std::time::Duration;
 
     #[test]
     fn only_regular_files_are_read() {
@@ -139,14 +159,9 @@ mod tests {
 
     #[test]
     fn named_pipes_are_not_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("pipe");
-        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || {
-            sender.send((bytes(&path, 9).and_then(|_| open(&path)), open_unnamed(&path)))
+        let opened = testing::with_named_pipe(|path| {
+            (bytes(path, 9).and_then(|_| open(path)), open_unnamed(path))
         });
-        let opened = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
         assert_eq!(opened.1.unwrap_err().to_string(), "it is a named pipe");
         let failure = opened.0.unwrap_err();
         assert_eq!(failure.code(), failure::BAD_CONFIG);

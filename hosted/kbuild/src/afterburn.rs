@@ -219,19 +219,10 @@ fn refused(error: &Error) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
-    use std::sync::mpsc;
-    use std::thread;
-    use std::time::Duration;
+    use hosted_command::input::testing::with_named_pipe;
 
     #[test]
     fn a_named_pipe_is_not_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let pipe = folder.path().join("pipe");
-        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || sender.send(read(&pipe)));
-        let read = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
-        assert_eq!(read.unwrap_err().code(), failure::BAD_CONFIG);
+        assert_eq!(with_named_pipe(read).unwrap_err().code(), failure::BAD_CONFIG);
     }
 }

@@ -621,17 +621,13 @@ fn jobs(options: &Options) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc;
+    use hosted_command::input::testing::with_named_pipe;
 
     #[test]
     fn symbols_do_not_wait_for_a_named_pipe() {
         let folder = tempfile::tempdir().unwrap();
-        let pipe = folder.path().join("pipe");
-        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-        let (sender, receiver) = mpsc::channel();
         let to = folder.path().join("symbols");
-        thread::spawn(move || sender.send(write_symbols(&pipe, &to)));
-        let failure = receiver.recv_timeout(Duration::from_secs(20)).expect("an end").unwrap_err();
+        let failure = with_named_pipe(move |pipe| write_symbols(pipe, &to)).unwrap_err();
         assert_eq!(failure.code(), failure::BAD_CONFIG);
     }
 

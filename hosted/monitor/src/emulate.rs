@@ -314,10 +314,8 @@ fn option_path(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    use hosted_command::input::testing::with_named_pipe;
     use std::process::ExitStatus;
-    use std::sync::mpsc;
-    use std::thread;
 
     fn exited(code: i32) -> Verdict {
         exit_verdict(&ExitCause::Exited(ExitStatus::from_raw(code << 8)))
@@ -330,13 +328,9 @@ mod tests {
 
     #[test]
     fn a_named_pipe_is_no_disk() {
-        let folder = tempfile::tempdir().unwrap();
-        let pipe = folder.path().join("pipe");
-        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || sender.send(check_disk(&pipe)));
-        let checked = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
-        assert!(checked.unwrap_err().to_string().contains("it is a named pipe"));
+        assert!(
+            with_named_pipe(check_disk).unwrap_err().to_string().contains("it is a named pipe")
+        );
         let file = tempfile::NamedTempFile::new().unwrap();
         check_disk(file.path()).unwrap();
     }

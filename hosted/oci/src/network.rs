@@ -301,20 +301,11 @@ impl PodNetwork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{CWD, FileType, Mode, mknodat};
-    use std::sync::mpsc;
-    use std::thread;
-    use std::time::Duration;
+    use hosted_command::input::testing::with_named_pipe;
 
     #[test]
     fn a_named_pipe_is_no_namespace() {
-        let folder = tempfile::tempdir().unwrap();
-        let pipe = folder.path().join("pipe");
-        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR, 0).unwrap();
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || sender.send(enter(&pipe)));
-        let entered = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
-        assert!(entered.unwrap_err().to_string().contains("it is a named pipe"));
+        assert!(with_named_pipe(enter).unwrap_err().to_string().contains("it is a named pipe"));
     }
 
     const LINKS: &str = r#"[

@@ -240,24 +240,14 @@ pub(crate) fn file_length(path: &Path) -> std::io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
-    use std::sync::mpsc;
-    use std::thread;
-    use std::time::Duration;
+    use hosted_command::input::testing::with_named_pipe;
 
     #[test]
     fn named_pipes_are_not_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let pipe = folder.path().join("pipe");
-        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || {
-            let _ = sender.send(read_kernel(&pipe).map(drop));
-            sender.send(file_length(&pipe).map(drop))
-        });
-        for _ in 0..2 {
-            let read = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
-            assert_eq!(read.unwrap_err().to_string(), "it is a named pipe");
+        let read =
+            with_named_pipe(|pipe| [read_kernel(pipe).map(drop), file_length(pipe).map(drop)]);
+        for result in read {
+            assert_eq!(result.unwrap_err().to_string(), "it is a named pipe");
         }
     }
 }

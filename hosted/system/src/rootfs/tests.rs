@@ -1,9 +1,7 @@
 //! Tests of the options, of what is replaced, and of the scripts.
 
 use super::*;
-use std::sync::mpsc;
-use std::thread;
-use std::time::Duration;
+use hosted_command::input::testing::with_named_pipe;
 
 fn options(output: PathBuf) -> Options {
     Options {
@@ -22,13 +20,8 @@ fn options(output: PathBuf) -> Options {
 
 #[test]
 fn a_named_pipe_is_no_key() {
+    assert_eq!(with_named_pipe(public_key).unwrap_err().code(), failure::BAD_CONFIG);
     let folder = tempfile::tempdir().unwrap();
-    let pipe = folder.path().join("pipe");
-    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || sender.send(public_key(&pipe)));
-    let read = receiver.recv_timeout(Duration::from_secs(20)).expect("an end");
-    assert_eq!(read.unwrap_err().code(), failure::BAD_CONFIG);
     let key = folder.path().join("key");
     fs::write(&key, "ssh-ed25519 AAAA").unwrap();
     assert_eq!(public_key(&key).unwrap(), "ssh-ed25519 AAAA");
