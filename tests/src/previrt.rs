@@ -28,7 +28,7 @@ const COUNTED: [(&str, u64); 13] = [
     ("cli", 1000),
     ("sti", 1000),
     ("save_fl", 1000),
-    ("iret", 1000),
+    ("iret", 10),
     ("swapgs", 1000),
     ("sysretq", 1000),
     ("wr_cr", 100),
