@@ -25,11 +25,11 @@ pub fn open(path: &Path) -> Result<File, Failure> {
     })
 }
 
-/// Opens a file as [`open`], for callers with messages of their own.
+/// Opens a file as [`open`]; the error does not name it, for callers with messages of their own.
 ///
 /// # Errors
 /// It is a named pipe: [`io::ErrorKind::InvalidInput`]; those of open(2).
-pub fn open_unnamed(path: &Path) -> io::Result<File> {
+pub fn try_open(path: &Path) -> io::Result<File> {
     let is_pipe = || io::Error::new(io::ErrorKind::InvalidInput, "it is a named pipe");
     open_unless_named_pipe(path)?.ok_or_else(is_pipe)
 }
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn named_pipes_are_not_waited_for() {
         let opened = testing::with_named_pipe(|path| {
-            (bytes(path, 9).and_then(|_| open(path)), open_unnamed(path))
+            (bytes(path, 9).and_then(|_| open(path)), try_open(path))
         });
         assert_eq!(opened.1.unwrap_err().to_string(), "it is a named pipe");
         let failure = opened.0.unwrap_err();

@@ -110,6 +110,7 @@ impl Drop for Lock {
         let _ = fs::remove_file(&self.path);
     }
 }
+
 /// Returns whether an opened file or folder is still at its path.
 ///
 /// # Errors

@@ -97,7 +97,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
 
 /// Checks that QEMU can open a disk, for a better message than its own.
 fn check_disk(path: &Path) -> Result<(), Failure> {
-    input::open_unnamed(path).map(drop).map_err(|error| {
+    input::try_open(path).map(drop).map_err(|error| {
         let help = rootfs::advice(path)
             .unwrap_or_else(|| "create a disk with `truncate -s 1G FILE`".to_owned());
         Failure::file("open", path, &error)

@@ -88,7 +88,7 @@ struct FoundRoute {
 /// # Errors
 /// There is none at the path.
 pub fn enter(namespace: &Path) -> Result<(), Failure> {
-    let opened = input::open_unnamed(namespace);
+    let opened = input::try_open(namespace);
     let file = opened.file_error("open the network namespace", namespace)?;
     let kind = Some(LinkNameSpaceType::Network);
     let entered = move_into_link_name_space(file.as_fd(), kind).map_err(std::io::Error::from);

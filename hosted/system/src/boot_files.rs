@@ -206,7 +206,7 @@ impl ResolvedVm {
 /// no end.
 pub(crate) fn read_kernel(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    input::open_unnamed(path)?.take(packed::LIMIT + 1).read_to_end(&mut bytes)?;
+    input::try_open(path)?.take(packed::LIMIT + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > packed::LIMIT {
         true => Err(io::ErrorKind::FileTooLarge.into()),
         false => Ok(bytes),
@@ -229,7 +229,7 @@ pub(crate) fn unreadable(
 
 /// Returns the length of a readable regular file.
 pub(crate) fn file_length(path: &Path) -> std::io::Result<u64> {
-    let metadata = input::open_unnamed(path)?.metadata()?;
+    let metadata = input::try_open(path)?.metadata()?;
     if metadata.is_file() {
         Ok(metadata.len())
     } else {
