@@ -1,5 +1,8 @@
 //! Polling for events before a wait, which saves the notifier from waking a thread.
 
+/// Looks for an event between two offers of the CPU to other threads.
+pub const LOOKS: u32 = 16;
+
 /// Returns the next polling time, after polling in vain for `polled` and waiting for `waited` then,
 /// all in one unit. As in KVM (`halt_poll_ns`, `Documentation/virt/kvm/halt-polling.rst` in Linux)
 /// it grows from `least` while waits are at most `most`. At once to twice the wait: events come in

@@ -92,16 +92,20 @@ fn poll(deadline: u64) -> bool {
     own_record().state.store(state::POLLING, SeqCst);
     let end = tsc().saturating_add(limit);
     loop {
-        if is_notified() {
-            return true;
+        for _ in 0..polling::LOOKS {
+            if is_notified() {
+                return true;
+            }
+            let now = tsc();
+            if now >= deadline {
+                return true;
+            }
+            if now >= end {
+                return false;
+            }
+            core::hint::spin_loop();
         }
-        let now = tsc();
-        if now >= deadline {
-            return true;
-        }
-        if now >= end {
-            return false;
-        }
-        core::hint::spin_loop();
+        // The notifier may wait for this CPU.
+        sys::yield_now();
     }
 }

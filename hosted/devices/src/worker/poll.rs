@@ -13,8 +13,6 @@ use proto::requests::Queue;
 const LEAST: Duration = Duration::from_micros(10);
 /// Longest polling time; polling starts after a wait that was not longer.
 const MOST: Duration = Duration::from_micros(100);
-/// Looks between two offers of the CPU to other threads.
-const LOOKS: u32 = 16;
 
 /// Polling of the threads of a process: by one at a time, on a host with several CPUs.
 #[derive(Debug)]
@@ -75,7 +73,7 @@ fn nanoseconds(time: Duration) -> u64 {
 fn poll(queue: &Queue, time: Duration) -> bool {
     let begin = Instant::now();
     loop {
-        for _ in 0..LOOKS {
+        for _ in 0..polling::LOOKS {
             if queue.waiting.load(SeqCst) != 0 {
                 return true;
             }
