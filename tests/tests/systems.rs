@@ -53,6 +53,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("cpus", hosted::wedge::cpus, Class::SmpOrKill),
     ("share-slow", hosted::share::slow, Class::SmpOrKill),
     ("share-owners", hosted::share::owners, Class::Other),
+    ("share-requests", hosted::share::requests, Class::Other),
     ("share-names", hosted::share::names, Class::Other),
     ("share-killed", hosted::share::killed, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),

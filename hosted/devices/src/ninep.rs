@@ -89,6 +89,8 @@ pub mod kind {
     pub const MKDIR: u8 = 72;
     pub const RENAMEAT: u8 = 74;
     pub const UNLINKAT: u8 = 76;
+    /// Our own: ends fids, walks to one name, and answers as [`GETATTR`].
+    pub const LOOKUP: u8 = 78;
     pub const VERSION: u8 = 100;
     pub const ATTACH: u8 = 104;
     pub const FLUSH: u8 = 108;
@@ -281,6 +283,7 @@ impl NinepServer {
             kind::VERSION => self.version(fields, answer),
             kind::ATTACH => self.attach(fields, answer),
             kind::WALK => self.walk(fields, answer),
+            kind::LOOKUP => self.look_up(fields, answer),
             kind::CLUNK => self.drop_fid(fields.word()?),
             kind::GETATTR => self.attributes(fields, answer),
             kind::SETATTR => self.set_attributes(fields),
@@ -381,13 +384,14 @@ impl NinepServer {
     }
 
     fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
-        const VERSION: &[u8] = b"9P2000.L";
+        /// The second one has [`kind::LOOKUP`].
+        const VERSIONS: [&[u8]; 2] = [b"9P2000.L", b"9P2000.L.lookup"];
         let most = fields.word()?;
         if most < MIN_MESSAGE {
             return Err(Errno::INVAL);
         }
         let most = most.min(MAX_MESSAGE as u32);
-        let is_known = fields.text()? == VERSION;
+        let asked = fields.text()?;
         let before = {
             let mut fids = self.fids();
             fids.session += 1;
@@ -396,7 +400,7 @@ impl NinepServer {
         drop(before);
         self.most.store(most, Relaxed);
         answer.word(most);
-        answer.text(if is_known { VERSION } else { b"unknown" });
+        answer.text(if VERSIONS.contains(&asked) { asked } else { b"unknown" });
         Ok(())
     }
 
@@ -446,30 +450,30 @@ impl NinepServer {
     }
 
     fn attributes(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
-        /// All fields up to the number of blocks.
-        const BASIC: u64 = 0x7ff;
         let (fid, _) = self.fid(fields.word()?)?;
-        let stat = fs::fstat(self.path(&fid)?)?;
-        answer.quad(BASIC);
-        answer.identity(&stat, &self.devices);
-        answer.word(stat.st_mode);
-        answer.word(stat.st_uid);
-        answer.word(stat.st_gid);
-        // The widths of these fields differ between processors.
-        for value in
-            [stat.st_nlink as u64, stat.st_rdev, stat.st_size as u64, stat.st_blksize as u64]
-        {
-            answer.quad(value);
+        answer.attributes(&fs::fstat(self.path(&fid)?)?, &self.devices);
+        Ok(())
+    }
+
+    /// Walks to one name, and answers with its attributes. Fids of a list end before.
+    fn look_up(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (number, new) = (fields.word()?, fields.word()?);
+        let name = fields.text()?;
+        let size = fields.word()? as usize;
+        let (ended, rest) = fields.take(size)?.as_chunks();
+        if !rest.is_empty() {
+            return Err(Errno::INVAL);
         }
-        answer.quad(stat.st_blocks as u64);
-        for value in [stat.st_atime as u64, stat.st_atime_nsec, stat.st_mtime as u64] {
-            answer.quad(value);
+        for ended in ended {
+            // As with Tclunk, which the driver would send for it, whether it succeeds or not.
+            let _ = self.drop_fid(u32::from_le_bytes(*ended));
         }
-        for value in [stat.st_mtime_nsec, stat.st_ctime as u64, stat.st_ctime_nsec] {
-            answer.quad(value);
-        }
-        // Birth time, generation and data version are not reported.
-        answer.0.extend([0; 32]);
+        let (start, session) = self.fid(number)?;
+        let file = look_up(&*self.path(&start)?, message::entry(name)?)?;
+        let (fid, stat) = self.new_fid(file, start.user)?;
+        let instead = (number == new).then_some(&start);
+        self.enter(session, new, fid, instead)?;
+        answer.attributes(&stat, &self.devices);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Shared directories whose host holds leases, or whose process is killed. The rest is a scenario
 //! ([`super::linux`]).
 
+use super::control::Controlled;
 use super::{Rig, children, end, ended, start, succeed, succeed_with};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -71,6 +72,43 @@ pub fn names() -> Result<()> {
     let mut machine = rig.limited("-n 300", inner.args(["--share", "shared:host"]));
     let counts = format!("{FILES}\n").repeat(3);
     end(&mut machine, "")?.well(0, &[&counts, "cached", "\n200\n"])?;
+    Ok(())
+}
+
+/// A lookup is one message, which ends fids of earlier ones and has the attributes for `stat`: a
+/// path has as many messages as components. Fids end with a mount. Code, because it counts
+/// messages.
+pub fn requests() -> Result<()> {
+    const LOOKUPS: u64 = 1000;
+    /// Mounts, programs in the directory, and looks for the last file.
+    const OTHERS: u64 = 1000;
+    let (rig, shared) = rig()?;
+    fs::create_dir_all(shared.join("a/b/c")).context("cannot make a folder")?;
+    fs::write(shared.join("a/b/c/file"), "text").context("cannot write a file")?;
+    let mount = MOUNT.replace("mkdir", "mkdir -p");
+    let script = format!(
+        "{mount}
+        i=0; while [ $i -lt {LOOKUPS} ]; do [ -e a/b/c/file ]; i=$((i + 1)); done
+        echo 3 >/proc/sys/vm/drop_caches; cd /
+        for i in 1 2 3 4 5 6 7 8 9; do umount /h; {mount}; [ -e a/b/c/file ]; cd /; done
+        ln /h/a/b/c/file /h/a/link; echo more >>/h/a/link
+        (stat -c '%n %h %s' /h/a/b/c/file
+        dmesg | grep -e 'not clunked' -e 'still in use' || echo none is left) >/h/found
+        mv /h/found /h/counted; until [ -e /h/end ]; do sleep 0.1; done\n"
+    );
+    let mut run = rig.script(&script, &[])?;
+    let machine = Controlled::start(&rig, run.args(["-c", "2", "--share", "shared:host"]))?;
+    appears(&shared.join("counted"))?;
+    let stats = machine.told(&["stats"], 0, "\"shares\"")?;
+    let stats: serde_json::Value = serde_json::from_str(&stats).context("no JSON")?;
+    let count = stats["shares"][0]["other"]["requests"].as_u64().context("no count")?;
+    // Four components.
+    ensure!((LOOKUPS..4 * LOOKUPS + OTHERS).contains(&count), "{count} messages");
+    fs::write(shared.join("end"), "").context("cannot write a file")?;
+    let (code, messages) = machine.wait()?;
+    ensure!(code == Some(0), "{code:?}: {messages}");
+    let found = fs::read_to_string(shared.join("counted")).context("nothing was found")?;
+    ensure!(found == "/h/a/b/c/file 2 9\nnone is left\n", "{found}");
     Ok(())
 }
 

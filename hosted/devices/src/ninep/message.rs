@@ -56,6 +56,32 @@ impl Answer {
         self.word(stat.st_mtime as u32);
         self.quad(devices.number(stat));
     }
+
+    /// Writes the attributes of a file, as in the answer to Tgetattr.
+    #[allow(clippy::unnecessary_cast, reason = "the widths of fields differ between processors")]
+    pub(super) fn attributes(&mut self, stat: &Stat, devices: &Devices) {
+        /// All fields up to the number of blocks.
+        const BASIC: u64 = 0x7ff;
+        self.quad(BASIC);
+        self.identity(stat, devices);
+        self.word(stat.st_mode);
+        self.word(stat.st_uid);
+        self.word(stat.st_gid);
+        for value in
+            [stat.st_nlink as u64, stat.st_rdev, stat.st_size as u64, stat.st_blksize as u64]
+        {
+            self.quad(value);
+        }
+        self.quad(stat.st_blocks as u64);
+        for value in [stat.st_atime as u64, stat.st_atime_nsec, stat.st_mtime as u64] {
+            self.quad(value);
+        }
+        for value in [stat.st_mtime_nsec, stat.st_ctime as u64, stat.st_ctime_nsec] {
+            self.quad(value);
+        }
+        // Birth time, generation and data version are not reported.
+        self.0.extend([0; 32]);
+    }
 }
 
 /// Host file systems of a share, in the order in which they were met: inode numbers are unique
@@ -126,10 +152,15 @@ impl<'a> Fields<'a> {
 
     /// Reads the name of a directory entry.
     pub(super) fn name(&mut self) -> Result<&'a [u8], Failed> {
-        match self.text()? {
-            b"" | b"." | b".." => Err(Errno::ACCESS),
-            name if name.contains(&b'/') => Err(Errno::ACCESS),
-            name => Ok(name),
-        }
+        entry(self.text()?)
+    }
+}
+
+/// Checks the name of a directory entry.
+pub(super) fn entry(name: &[u8]) -> Result<&[u8], Failed> {
+    match name {
+        b"" | b"." | b".." => Err(Errno::ACCESS),
+        name if name.contains(&b'/') => Err(Errno::ACCESS),
+        name => Ok(name),
     }
 }

@@ -215,6 +215,43 @@ fn a_session_ends_with_the_next_one() {
 }
 
 #[test]
+fn a_lookup_is_a_walk_with_attributes() {
+    let rig = Rig::new(true);
+    let version = [words(&[8192]), name("9P2000.L.lookup")].concat();
+    assert_eq!(rig.say(kind::VERSION, &version).unwrap(), version);
+    rig.attach();
+    let ending = |from: u32, to: u32, text: &str, ended: &[u32]| {
+        let ended = [words(&[ended.len() as u32 * 4]), words(ended)].concat();
+        rig.say(kind::LOOKUP, &[words(&[from, to]), name(text), ended].concat())
+    };
+    let look_up = |from: u32, to: u32, text: &str| ending(from, to, text, &[]);
+    let attributes = |fid: u32| rig.say(kind::GETATTR, &words(&[fid, 0, 0])).unwrap();
+    assert_eq!(look_up(ROOT, 2, "file").unwrap(), attributes(2));
+    assert_eq!(rig.open(2, linux::O_RDONLY), SUCCESS);
+    assert_eq!(rig.read(2).unwrap(), b"content");
+    assert_eq!(look_up(ROOT, 2, "below"), Err(errno::EBADF), "it is taken");
+    for text in ["..", ".", "", "below/deep", "/"] {
+        assert_eq!(look_up(ROOT, 3, text), Err(errno::EACCES), "{text:?}");
+    }
+    assert_eq!(look_up(ROOT, 3, "nothing"), Err(errno::ENOENT));
+    assert_eq!(look_up(2, 3, "file"), Err(errno::ENOTDIR));
+    look_up(ROOT, 3, "link").unwrap();
+    assert_eq!(rig.open(3, linux::O_RDONLY), Err(errno::ELOOP), "the link itself");
+    // A fid may be replaced by one below it.
+    look_up(ROOT, 4, "below").unwrap();
+    assert_eq!(look_up(4, 4, "deep").unwrap(), attributes(4));
+    // Fids end even if nothing is found, and unknown ones are no error.
+    assert_eq!(ending(ROOT, 5, "nothing", &[2, 9, 4]), Err(errno::ENOENT));
+    for fid in [2, 4] {
+        assert_eq!(rig.say(kind::CLUNK, &words(&[fid])), Err(errno::EBADF), "{fid}");
+    }
+    ending(ROOT, 3, "below", &[3]).unwrap();
+    assert_eq!(ending(3, 4, "deep", &[3]), Err(errno::EBADF), "it has ended");
+    let fields = [words(&[ROOT, 4]), name("file"), words(&[3]), vec![0; 3]].concat();
+    assert_eq!(rig.say(kind::LOOKUP, &fields), Err(errno::EINVAL), "no number");
+}
+
+#[test]
 fn nothing_outside_is_named() {
     let rig = Rig::new(false);
     let outside = rig.folder.path().parent().unwrap().join("parador-outside");
