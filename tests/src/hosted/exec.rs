@@ -33,7 +33,7 @@ const CASE: Case =
     Case { options: &[], root: "/", command: &[], input: "", code: 0, output: "", errors: "" };
 
 /// `FOLDER` stands for the current folder.
-const CASES: [Case; 22] = [
+const CASES: [Case; 23] = [
     Case {
         command: &["sh", "-c", "echo out; echo err >&2; exit 42"],
         code: 42,
@@ -87,6 +87,7 @@ const CASES: [Case; 22] = [
     },
     // Guest applications cannot use the agent: its port takes the host only.
     Case { command: &["perl", "-e", CONNECT], output: "closed\n", ..CASE },
+    Case { command: &["perl", "-e", ATTRIBUTES], output: "same\n", ..CASE },
     // Files of other file systems of the host are other files.
     Case { command: &["sh", "-c", "test /proc -ef /sys || echo other"], output: "other\n", ..CASE },
     Case {
@@ -129,6 +130,16 @@ const CONNECT: &str = "socket(S, 40, 1, 0) or die; \
     if (!connect(S, $a)) { print \"closed\\n\"; exit } \
     syswrite(S, \"\\2\\0\\0\\0\\1\\0\"); \
     print sysread(S, my $b, 1) ? \"open\\n\" : \"closed\\n\"";
+
+/// Changes a file by one name, and reads its size by another one that was just looked up (with
+/// `O_PATH`), and by its path.
+const ATTRIBUTES: &str = "open(F, '>', 'linked') && link('linked', 'other') or die; \
+    my $wrong = 0; \
+    for my $size (1 .. 500) { \
+        sysopen(P, 'other', 010000000) && syswrite(F, 'x') or die; \
+        $wrong++ if (stat P)[7] != $size; close P; $wrong++ if -s 'other' != $size; \
+    } \
+    print $wrong ? \"$wrong wrong\\n\" : \"same\\n\"";
 
 pub(super) fn exec(rig: &Rig) -> Command {
     let mut command = parador(rig.folder());
