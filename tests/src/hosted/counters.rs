@@ -48,13 +48,13 @@ fn appears(path: &Path) -> Result<()> {
 }
 
 /// Returns the statistics, and the time until the answer.
-fn stats(machine: &Controlled<'_>) -> Result<(Value, Duration)> {
+pub(super) fn stats(machine: &Controlled<'_>) -> Result<(Value, Duration)> {
     let asked = Instant::now();
     let text = machine.told(&["stats"], 0, "\"disks\"")?;
     Ok((serde_json::from_str(&text).context("no JSON")?, asked.elapsed()))
 }
 
-fn number(value: &Value) -> Result<u64> {
+pub(super) fn number(value: &Value) -> Result<u64> {
     value.as_u64().with_context(|| format!("no number: {value}"))
 }
 

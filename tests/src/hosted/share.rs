@@ -2,6 +2,7 @@
 //! ([`super::linux`]).
 
 use super::control::Controlled;
+use super::counters::{number, stats};
 use super::{Rig, children, end, ended, start, succeed, succeed_with};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -99,9 +100,8 @@ pub fn requests() -> Result<()> {
     let mut run = rig.script(&script, &[])?;
     let machine = Controlled::start(&rig, run.args(["-c", "2", "--share", "shared:host"]))?;
     appears(&shared.join("counted"))?;
-    let stats = machine.told(&["stats"], 0, "\"shares\"")?;
-    let stats: serde_json::Value = serde_json::from_str(&stats).context("no JSON")?;
-    let count = stats["shares"][0]["other"]["requests"].as_u64().context("no count")?;
+    let (stats, _) = stats(&machine)?;
+    let count = number(&stats["shares"][0]["other"]["requests"])?;
     // Four components.
     ensure!((LOOKUPS..4 * LOOKUPS + OTHERS).contains(&count), "{count} messages");
     fs::write(shared.join("end"), "").context("cannot write a file")?;
