@@ -17,7 +17,7 @@ pub const HALT: u8 = 0xf4;
 #[derive(Debug)]
 #[repr(C)]
 pub struct DebugState {
-    /// Not 0: the debugger requests a stop of all vCPUs.
+    /// Stop request of the debugger for all vCPUs: see [`stop`].
     pub wanted: AtomicU32,
     /// Not 0: a vCPU has stopped, and the device process has not notified the debugger yet.
     pub halt_pending: AtomicU32,
@@ -41,6 +41,16 @@ pub struct VcpuDebug {
     pub command: AtomicU32,
     /// Registers, valid while the vCPU is stopped.
     pub registers: [AtomicU64; register::COUNT],
+}
+
+/// Values of [`DebugState::wanted`].
+pub mod stop {
+    /// None. A vCPU that was too late for the last request resumes.
+    pub const NONE: u32 = 0;
+    /// All vCPUs stop.
+    pub const REQUESTED: u32 = 1;
+    /// No further vCPU stops, and stopped ones wait for their commands, which are being written.
+    pub const ENDING: u32 = 2;
 }
 
 /// Values of [`VcpuDebug::reason`].
@@ -112,7 +122,7 @@ impl Default for DebugState {
 impl DebugState {
     /// Returns whether the debugger requests a stop of all vCPUs.
     pub fn is_wanted(&self) -> bool {
-        self.wanted.load(SeqCst) != 0
+        self.wanted.load(SeqCst) == stop::REQUESTED
     }
 
     /// Returns whether there is a breakpoint at this address.
@@ -139,7 +149,7 @@ impl DebugState {
         own.halted.store(1, SeqCst);
         host.notify_debugger();
         while own.command.load(SeqCst) == command::WAIT
-            && (why != reason::WANTED || self.is_wanted())
+            && (why != reason::WANTED || self.wanted.load(SeqCst) != stop::NONE)
         {
             host.wait(&own.command);
         }

@@ -9,7 +9,7 @@ use crate::state::State;
 use gdbstub::common::{Signal, Tid};
 use gdbstub::stub::MultiThreadStopReason;
 use gdbstub::target::{TargetError, TargetResult};
-use proto::hosted::debug::{BREAKPOINTS, DebugState, VcpuDebug, command, reason, register};
+use proto::hosted::debug::{BREAKPOINTS, DebugState, VcpuDebug, command, reason, register, stop};
 use proto::hosted::layout;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -131,7 +131,7 @@ impl Session {
 
     /// Stops all virtual CPUs; those that do not stop in time are not visible to the debugger.
     pub fn stop_all(&mut self) -> Result<(), Gone> {
-        self.set_word(offset_of!(DebugState, wanted), 1)?;
+        self.set_word(offset_of!(DebugState, wanted), stop::REQUESTED)?;
         let begin = Instant::now();
         let mut deadline = begin + TIMEOUT;
         loop {
@@ -166,15 +166,19 @@ impl Session {
                 &address.to_le_bytes(),
             )?;
         }
-        self.set_word(offset_of!(DebugState, wanted), self.locked.into())?;
+        let mut commands = Vec::new();
         for vcpu in 0..self.vcpus {
+            // The next stop of a virtual CPU that runs has not been seen.
+            if !self.is_halted(vcpu)? {
+                continue;
+            }
             self.seen[vcpu] = self.word(of(vcpu, offset_of!(VcpuDebug, halts)))?;
             let other = (!self.locked).then_some(command::GO);
-            if let Some(command) = self.actions.get(&vcpu).copied().or(other)
-                && self.is_halted(vcpu)?
-            {
-                self.set_word(of(vcpu, offset_of!(VcpuDebug, command)), command)?;
-            }
+            commands
+                .extend(self.actions.get(&vcpu).copied().or(other).map(|action| (vcpu, action)));
+        }
+        for (at, value) in release(self.locked, &commands) {
+            self.set_word(at, value)?;
         }
         self.ask(Command::Go)
     }
@@ -310,6 +314,19 @@ impl Session {
     }
 }
 
+/// Returns the words, by offset, that give commands to stopped virtual CPUs, in the order in which
+/// they are written. A virtual CPU may look between any two: one that found no request and no
+/// command would resume, and its command be lost. `locked`: the others stay stopped.
+fn release(locked: bool, commands: &[(usize, u32)]) -> Vec<(usize, u32)> {
+    let wanted = |value| (offset_of!(DebugState, wanted), value);
+    let mut words = vec![wanted(if locked { stop::REQUESTED } else { stop::ENDING })];
+    for &(vcpu, action) in commands {
+        words.push((of(vcpu, offset_of!(VcpuDebug, command)), action));
+    }
+    words.extend((!locked).then_some(wanted(stop::NONE)));
+    words
+}
+
 /// Returns the offset of a field of a virtual CPU's record.
 pub fn of(vcpu: usize, field: usize) -> usize {
     offset_of!(DebugState, vcpus) + vcpu * size_of::<VcpuDebug>() + field
@@ -322,5 +339,63 @@ pub fn tid(vcpu: usize) -> Tid {
 impl std::fmt::Display for Gone {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::hosted::debug::DebugHost;
+    use std::cell::RefCell;
+    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::Ordering::SeqCst;
+
+    /// Writes one word at each look of a stopped virtual CPU.
+    struct Writer<'s>(&'s DebugState, RefCell<std::vec::IntoIter<(usize, u32)>>);
+
+    impl DebugHost for Writer<'_> {
+        fn notify_debugger(&self) {}
+
+        fn wait(&self, _: &AtomicU32) {
+            let (at, value) = self.1.borrow_mut().next().expect("it has been released");
+            match at {
+                at if at == offset_of!(DebugState, wanted) => &self.0.wanted,
+                at if at == of(0, offset_of!(VcpuDebug, command)) => &self.0.vcpus[0].command,
+                at => {
+                    assert_eq!(at, of(1, offset_of!(VcpuDebug, command)));
+                    &self.0.vcpus[1].command
+                }
+            }
+            .store(value, SeqCst);
+        }
+
+        fn on_resume(&self) {}
+    }
+
+    #[test]
+    fn a_command_reaches_a_cpu_that_looks_between_its_words() {
+        for locked in [false, true] {
+            for (commands, steps) in [
+                (&[(1, command::STEP)][..], true),
+                (&[(0, command::GO), (1, command::STEP)], true),
+                (&[(1, command::GO), (0, command::STEP)], false),
+            ] {
+                let state = DebugState::default();
+                state.wanted.store(stop::REQUESTED, SeqCst);
+                let words = release(locked, commands).into_iter();
+                let writer = Writer(&state, RefCell::new(words));
+                let mut registers = [0; register::COUNT];
+                assert_eq!(
+                    state.halt(1, reason::WANTED, &mut registers, &writer),
+                    steps,
+                    "{commands:?}"
+                );
+            }
+        }
+        // One without a command resumes at the end, and one that is locked does not.
+        let words = release(false, &[]);
+        assert_eq!(words.last(), Some(&(offset_of!(DebugState, wanted), stop::NONE)));
+        let words = release(true, &[]);
+        assert_eq!(words, [(offset_of!(DebugState, wanted), stop::REQUESTED)]);
     }
 }
