@@ -28,7 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -125,6 +125,9 @@ pub enum AgentRequest<'a> {
     Signal(u8),
     /// Sets the size of the terminal.
     Resize(TerminalSize),
+    /// Configures the network interface of a guest that was set up without a configuration of it;
+    /// `None`: there is no network, and the interface is removed.
+    Connect(Option<Network>),
 }
 
 /// Set-up of a guest.
@@ -184,6 +187,8 @@ pub struct Network {
     pub resolver: Option<[u8; 4]>,
     /// Largest packet in bytes, unless it is that of the device.
     pub mtu: Option<u32>,
+    /// MAC address, unless it is that of the device.
+    pub mac: Option<[u8; 6]>,
 }
 
 /// Address and the length of its network's prefix in bits.

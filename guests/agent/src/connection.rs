@@ -4,7 +4,7 @@ use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
 use crate::{cgroup, clock, container, network, power_off, root};
 use proto::agent::{
-    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Root, Stream, VERSION,
+    AgentRequest, Answer, Guest, GuestCommand, Hello, Network, Purpose, Root, Stream, VERSION,
     container::{Container, ContainerProcess},
     io as wire,
 };
@@ -152,6 +152,10 @@ impl Control<'_> {
                     let done = self.configure(&guest);
                     self.report(done)?;
                 }
+                AgentRequest::Connect(network) => {
+                    let connected = self.connect(network.as_ref());
+                    self.report(connected)?;
+                }
                 AgentRequest::Start(command) => {
                     let started = self.start(&command);
                     self.report_started(started)?;
@@ -223,6 +227,17 @@ impl Control<'_> {
             let _ = network::complete_hosts(guest.name);
         }
         root::mount_shares(&guest.mounts)
+    }
+
+    /// Configures or removes the network interface, at the request of the guest's owner.
+    fn connect(&self, network: Option<&Network>) -> io::Result<()> {
+        if !self.owns_guest {
+            return Err(io::Error::other("another connection has set the guest up"));
+        }
+        match network {
+            Some(_) => network::configure(network),
+            None => network::remove(),
+        }
     }
 
     /// Takes the streams of this connection's process, which is started once.

@@ -32,6 +32,7 @@ const ERROR: u16 = 2;
 
 /// Attributes.
 const ADDRESS: u16 = 1;
+const LINK_ADDRESS: u16 = 1;
 const LOCAL: u16 = 2;
 const DESTINATION: u16 = 1;
 const MTU: u16 = 4;
@@ -52,8 +53,11 @@ pub fn configure(network: Option<&Network>) -> io::Result<()> {
     let Some(network) = network else { return Ok(()) };
     let index = fs::read_to_string(format!("/sys/class/net/{INTERFACE}/ifindex"))?;
     let index = index.trim().parse().map_err(io::Error::other)?;
+    if let Some(mac) = network.mac {
+        request(&socket, NEWLINK, 0, &link_attribute(index, LINK_ADDRESS, &mac))?;
+    }
     if let Some(mtu) = network.mtu {
-        request(&socket, NEWLINK, 0, &link_mtu(index, mtu))?;
+        request(&socket, NEWLINK, 0, &link_attribute(index, MTU, &mtu.to_ne_bytes()))?;
     }
     request(&socket, NEWLINK, 0, &link_up(index))?;
     for prefix in &network.addresses {
@@ -64,6 +68,13 @@ pub fn configure(network: Option<&Network>) -> io::Result<()> {
     }
     let Some([a, b, c, d]) = network.resolver else { return Ok(()) };
     replace(RESOLVERS, &format!("nameserver {a}.{b}.{c}.{d}\n"))
+}
+
+/// Removes the first interface, by detaching its device from the driver.
+pub fn remove() -> io::Result<()> {
+    let device = fs::canonicalize(format!("/sys/class/net/{INTERFACE}/device"))?;
+    let name = device.file_name().unwrap_or_default();
+    fs::write(device.join("driver/unbind"), name.as_encoded_bytes())
 }
 
 /// Gives a root without names of hosts those of its loopback interface and its own: container
@@ -99,10 +110,10 @@ fn link_up(index: u32) -> Vec<u8> {
     [[0; 4], index.to_ne_bytes(), 1_u32.to_ne_bytes(), 1_u32.to_ne_bytes()].concat()
 }
 
-/// `ifinfomsg` that sets the size of the largest packet.
-fn link_mtu(index: u32, mtu: u32) -> Vec<u8> {
+/// `ifinfomsg` that sets an attribute.
+fn link_attribute(index: u32, kind: u16, value: &[u8]) -> Vec<u8> {
     let mut message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
-    attribute(&mut message, MTU, &mtu.to_ne_bytes());
+    attribute(&mut message, kind, value);
     message
 }
 
@@ -151,11 +162,12 @@ fn bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Appends an attribute, whose value has a multiple of four bytes.
+/// Appends an attribute; the next one begins at a multiple of four bytes.
 fn attribute(message: &mut Vec<u8>, kind: u16, value: &[u8]) {
     message.extend((4 + value.len() as u16).to_ne_bytes());
     message.extend(kind.to_ne_bytes());
     message.extend(value);
+    message.resize(message.len().next_multiple_of(4), 0);
 }
 
 /// Sends a request and waits for its acknowledgement.

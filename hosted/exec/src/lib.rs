@@ -206,6 +206,7 @@ fn network() -> Network {
         routes: [default].into_iter().collect(),
         resolver: Some(RESOLVER),
         mtu: None,
+        mac: None,
     }
 }
 

@@ -7,7 +7,7 @@
 use crate::bundle::Bundle;
 use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
-use crate::network::{self, PodNetwork};
+use crate::network::{PodNetwork, VmNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
 use crate::{balloon, cgroup, refuse, report, scratch, share, terminal};
@@ -244,10 +244,10 @@ fn container(
     let prepared = Container::prepare(global, store, carry, enter);
     let is_reported = send(reporter, &prepared).is_ok();
     let Ok(container) = prepared else { return LOST };
-    let Container { mut vm, carrier, listener, sandbox } = container;
+    let Container { mut vm, network, carrier, listener, sandbox } = container;
     // Without the process that has started it, no engine knows of the container.
     let carried = match is_reported {
-        true => wait_and_carry(&mut vm, carrier, &listener),
+        true => wait_and_carry(&mut vm, &network, carrier, &listener),
         false => Ok(LOST),
     };
     if carried.is_err()
@@ -272,6 +272,7 @@ fn exit_code(carried: Result<u8, Failure>) -> u8 {
 /// A container that waits to be started.
 struct Container {
     vm: AgentVm,
+    network: VmNetwork,
     carrier: Carrier,
     listener: UnixListener,
     /// Process of the VM if it is that of a sandbox.
@@ -294,7 +295,7 @@ impl Container {
         }
         enter_cgroups(store, &mut state, &bundle)?;
         let mut vm = match bundle.sandbox {
-            Some(_) => (AgentVm::attach(state.vm_folder.clone()), None),
+            Some(_) => (AgentVm::attach(state.vm_folder.clone()), VmNetwork::Missing),
             None => start_vm(global, &state, &bundle)?,
         };
         let created = Self::create(&mut vm, &state, &bundle);
@@ -303,13 +304,13 @@ impl Container {
             if bundle.is_read_only {
                 share::protect_root(&state.vm_folder, &state.id)?;
             }
-            enter(View::new(&state, &bundle)).map(|()| created)
+            enter(View::new(&state, &bundle)?).map(|()| created)
         });
         match created {
             Ok((carrier, listener)) => {
                 let is_member = bundle.sandbox.is_some();
                 let sandbox = vm_process(&state.vm_folder).filter(|_| is_member);
-                Ok(Self { vm: vm.0, carrier, listener, sandbox })
+                Ok(Self { vm: vm.0, network: vm.1, carrier, listener, sandbox })
             }
             Err(failure) => {
                 vm.0.end();
@@ -319,16 +320,20 @@ impl Container {
     }
 
     fn create(
-        (vm, network): &mut (AgentVm, Option<PodNetwork>),
+        (vm, network): &mut (AgentVm, VmNetwork),
         state: &ContainerRecord,
         bundle: &Bundle,
     ) -> Result<(Carrier, UnixListener), Failure> {
         let is_own = bundle.sandbox.is_none();
+        let found = match network {
+            VmNetwork::Found(network) => Some(network),
+            VmNetwork::Missing | VmNetwork::Awaited => None,
+        };
         let set_up = AgentRequest::Configure(Guest {
             name: if bundle.hostname.is_empty() { "parador" } else { &bundle.hostname },
             root: Root::Pod { tag: TAG, has_scratch: state.vm_scratch.is_some() },
             mounts: heapless::Vec::new(),
-            network: network.as_ref().map(|network| network.guest.clone()),
+            network: found.as_ref().map(|network| network.guest.clone()),
         });
         let has_terminal = bundle.process.terminal().unwrap_or_default();
         let set_up = is_own.then_some(&set_up);
@@ -336,7 +341,7 @@ impl Container {
             Carrier::connect(vm, bundle.agent_timeout, &forwarded(), has_terminal, set_up)?;
         let carrier = connected
             .map_err(|code| refuse(format!("a signal has ended the carrier (exit code {code})")))?;
-        if let Some(network) = network {
+        if let Some(network) = found {
             network.connect()?;
         }
         let message = ContainerMessage::new(state, bundle)?;
@@ -373,14 +378,8 @@ fn start_vm(
     global: &Global,
     state: &ContainerRecord,
     bundle: &Bundle,
-) -> Result<(AgentVm, Option<PodNetwork>), Failure> {
-    let network = match &bundle.network {
-        None => None,
-        Some(namespace) => {
-            network::enter(namespace)?;
-            PodNetwork::find()?
-        }
-    };
+) -> Result<(AgentVm, VmNetwork), Failure> {
+    let network = VmNetwork::enter(bundle.network.as_deref())?;
     let vm = VmConfig {
         kernel: global.kernel.clone(),
         memory: Some(bundle.memory),
@@ -400,7 +399,7 @@ fn start_vm(
     let config = Config {
         disk: scratch.into_iter().collect(),
         share: vec![share],
-        net: network.iter().map(PodNetwork::card).collect::<Result<_, _>>()?,
+        net: network.card()?.into_iter().collect(),
         ..vm::describe(&state.vm_folder, vm)?
     };
     let vm = AgentVm::start(&state.vm_folder, &config, &global.programs)?;
@@ -420,6 +419,7 @@ fn start_vm(
 /// Waits until the container is to be started, and carries it to its end.
 fn wait_and_carry(
     vm: &mut AgentVm,
+    network: &VmNetwork,
     mut carrier: Carrier,
     listener: &UnixListener,
 ) -> Result<u8, Failure> {
@@ -440,11 +440,25 @@ fn wait_and_carry(
             break listener.accept().os_error("wait for the start")?.0;
         }
     };
-    let started = carrier.request(vm, &AgentRequest::Run);
+    let connected = match network {
+        VmNetwork::Awaited => connect(vm, &carrier),
+        VmNetwork::Missing | VmNetwork::Found(_) => Ok(()),
+    };
+    let started = connected.and_then(|()| carrier.request(vm, &AgentRequest::Run));
     // The process that wants the start may have been killed; the container has started.
     let _ = send(&stream, &started);
     started?;
     carrier.carry(vm, None)
+}
+
+/// Lets the guest take over the network that the engine has set up after `create`, or removes its
+/// card if there is none.
+fn connect(vm: &mut AgentVm, carrier: &Carrier) -> Result<(), Failure> {
+    let found = PodNetwork::find()?;
+    if let Some(network) = &found {
+        network.connect()?;
+    }
+    carrier.request(vm, &AgentRequest::Connect(found.map(|network| network.guest)))
 }
 
 /// Carries another process of a container; returns the exit code.

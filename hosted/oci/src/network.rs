@@ -14,9 +14,11 @@ use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_monitor::config::net::{DeviceName, Mac, NetConfig};
+use nix::sched::{CloneFlags, unshare};
 use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
+use std::fs::File;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
@@ -28,14 +30,30 @@ const TAP: &str = "parador0";
 /// Multicast groups of routers: router solicitations (RFC 4861, section 6.3.7), and reports of
 /// multicast listeners (RFC 3810, section 5.2.14).
 const OF_ROUTERS: [&str; 2] = ["ff02::2", "ff02::16"];
+/// Device that makes tap devices.
+const TUN_DEVICE: &str = "/dev/net/tun";
+/// Addresses of a card before its network is known: one that a host chooses itself (IEEE 802-2014,
+/// section 8.4), and the size of the largest packet.
+const AWAITED: (&str, u16) = ("02:00:00:00:00:01", u16::MAX);
 /// Kind of tap devices for `ip`.
 const TUN: &str = "tun";
+
+/// Network of a VM.
+#[derive(Debug)]
+pub enum VmNetwork {
+    /// None.
+    Missing,
+    /// The engine set it up before the VM was started.
+    Found(Box<PodNetwork>),
+    /// The engine may set it up between `create` and `start`, in a namespace that it demanded.
+    Awaited,
+}
 
 /// Interface of a pod.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PodNetwork {
     interface: String,
-    mac: String,
+    mac: Mac,
     /// The interface is a tap device.
     is_tap: bool,
     /// Configuration of the guest.
@@ -90,9 +108,30 @@ struct FoundRoute {
 pub fn enter(namespace: &Path) -> Result<(), Failure> {
     let opened = input::try_open(namespace);
     let file = opened.file_error("open the network namespace", namespace)?;
-    let kind = Some(LinkNameSpaceType::Network);
-    let entered = move_into_link_name_space(file.as_fd(), kind).map_err(std::io::Error::from);
-    entered.file_error("enter the network namespace", namespace)
+    move_to(&file).file_error("enter the network namespace", namespace)
+}
+
+/// Moves this thread to an open network namespace.
+///
+/// # Errors
+/// The host refuses it.
+pub fn move_to(namespace: &File) -> std::io::Result<()> {
+    Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
+}
+
+/// Opens the network namespace of this thread.
+///
+/// # Errors
+/// `/proc` is missing.
+pub fn current() -> Result<File, Failure> {
+    let path = Path::new("/proc/thread-self/ns/net");
+    File::open(path).file_error("open the network namespace", path)
+}
+
+/// Moves this thread, and processes that it starts later, to a network namespace of its own.
+fn enter_own() -> Result<(), Failure> {
+    let made = unshare(CloneFlags::CLONE_NEWNET).map_err(std::io::Error::from);
+    made.os_error("make a network namespace")
 }
 
 /// Runs a program of iproute2.
@@ -121,6 +160,45 @@ fn printed(ended: Output, command: &str) -> Result<Vec<u8>, Failure> {
     }
     let text = String::from_utf8_lossy(&ended.stderr);
     Err(refuse(format!("{command}: {}", text.trim())))
+}
+
+impl VmNetwork {
+    /// Enters the network namespace at a path, or a new one, and finds its network.
+    ///
+    /// # Errors
+    /// The host refuses it; iproute2 is missing, or fails.
+    pub fn enter(namespace: Option<&Path>) -> Result<Self, Failure> {
+        let Some(namespace) = namespace else {
+            enter_own()?;
+            // Some containers have no tap devices.
+            let tun = File::options().read(true).write(true).open(TUN_DEVICE);
+            return Ok(if tun.is_ok() { Self::Awaited } else { Self::Missing });
+        };
+        enter(namespace)?;
+        Ok(PodNetwork::find()?.map_or(Self::Missing, |found| Self::Found(Box::new(found))))
+    }
+
+    /// Returns the network card of the VM.
+    ///
+    /// # Errors
+    /// The interface has no address of a network card.
+    pub fn card(&self) -> Result<Option<NetConfig>, Failure> {
+        match self {
+            Self::Missing => Ok(None),
+            Self::Found(network) => network.card().map(Some),
+            Self::Awaited => card(mac(AWAITED.0)?, Some(AWAITED.1)).map(Some),
+        }
+    }
+}
+
+fn mac(text: &str) -> Result<Mac, Failure> {
+    Mac::try_from(text.to_owned()).map_err(refuse)
+}
+
+/// Returns the network card of a VM.
+fn card(mac: Mac, mtu: Option<u16>) -> Result<NetConfig, Failure> {
+    let name = DeviceName::try_from(TAP.to_owned()).map_err(refuse)?;
+    Ok(NetConfig { mtu, ..NetConfig::tap(name, mac) })
 }
 
 impl Link {
@@ -197,9 +275,10 @@ impl PodNetwork {
         // Gateways are in networks of the link.
         routes.sort_by_key(|route| route.gateway.is_some());
         let addresses = link.addresses().collect::<Vec<_>>();
+        let mac = mac(&link.address)?;
         Ok(Some(Self {
             interface: name.clone(),
-            mac: link.address.clone(),
+            mac,
             is_tap: link.linkinfo.info_kind == TUN,
             guest: Network {
                 addresses: few(&addresses, "addresses", name)?,
@@ -207,20 +286,14 @@ impl PodNetwork {
                 // The engine mounts a file into each container.
                 resolver: None,
                 mtu: link.mtu,
+                mac: Some(mac.bytes()),
             },
         }))
     }
 
-    /// Returns the network card of the VM.
-    ///
-    /// # Errors
-    /// The interface has no address of a network card.
-    pub fn card(&self) -> Result<NetConfig, Failure> {
-        let name = DeviceName::try_from(TAP.to_owned()).map_err(refuse)?;
-        let mac = Mac::try_from(self.mac.clone()).map_err(refuse)?;
+    fn card(&self) -> Result<NetConfig, Failure> {
         // A guest accepts no larger one than that of its card.
-        let mtu = self.guest.mtu.and_then(|mtu| u16::try_from(mtu).ok());
-        Ok(NetConfig { mtu, ..NetConfig::tap(name, mac) })
+        card(self.mac, self.guest.mtu.and_then(|mtu| u16::try_from(mtu).ok()))
     }
 
     /// Connects the VM's tap device, which the VM has made, to the interface.
@@ -343,6 +416,7 @@ mod tests {
             routes: routes.into_iter().collect(),
             resolver: None,
             mtu: Some(1450),
+            mac: Some([0x6a, 1, 2, 3, 4, 5]),
         };
         assert_eq!((&*found.interface, &found.guest, found.is_tap), ("eth0", &guest, false));
         assert_eq!(found.card().unwrap().mtu, Some(1450));

@@ -18,6 +18,7 @@ use rustix::mount::{
     move_mount, unmount,
 };
 use rustix::process::{chdir, pivot_root};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -28,36 +29,27 @@ pub struct View {
     root: PathBuf,
     /// Bind mounts: place on the host, and path in the container.
     binds: Vec<(PathBuf, PathBuf)>,
-    network: ViewedNetwork,
-}
-
-/// Network namespace of the thread.
-#[derive(Debug)]
-enum ViewedNetwork {
-    /// That of the host: the sandbox has the pod's.
-    Host,
-    /// One of its own, without interfaces.
-    Empty,
-    /// The engine's.
-    Engine(PathBuf),
+    /// Network namespace; `None`: that of the host, since the sandbox has the pod's.
+    network: Option<File>,
 }
 
 impl View {
-    /// Returns the view of a container, whose file systems are mounted.
-    pub fn new(state: &ContainerRecord, bundle: &Bundle) -> Self {
+    /// Returns the view of a container, whose file systems are mounted. The calling thread has
+    /// entered its network namespace.
+    ///
+    /// # Errors
+    /// That cannot be opened.
+    pub fn new(state: &ContainerRecord, bundle: &Bundle) -> Result<Self, Failure> {
         let shared = share::path(&state.vm_folder);
         let binds = bundle.mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind());
         let binds = binds
             .map(|(index, mount)| (shared.join(share::bind_of(&state.id, index)), &mount.place));
-        Self {
+        let is_own = bundle.sandbox.is_none();
+        Ok(Self {
             root: shared.join(share::root_of(&state.id)),
             binds: binds.map(|(source, place)| (source, place.clone())).collect(),
-            network: match (&bundle.sandbox, &bundle.network) {
-                (Some(_), _) => ViewedNetwork::Host,
-                (None, None) => ViewedNetwork::Empty,
-                (None, Some(path)) => ViewedNetwork::Engine(path.clone()),
-            },
-        }
+            network: is_own.then(network::current).transpose()?,
+        })
     }
 
     /// Moves this thread to the namespaces.
@@ -65,12 +57,8 @@ impl View {
     /// # Errors
     /// The host refuses it.
     pub fn enter(&self) -> Result<(), Failure> {
-        match &self.network {
-            ViewedNetwork::Host => {}
-            ViewedNetwork::Empty => unshare(CloneFlags::CLONE_NEWNET)
-                .map_err(io::Error::from)
-                .os_error("make a network namespace")?,
-            ViewedNetwork::Engine(path) => network::enter(path)?,
+        if let Some(namespace) = &self.network {
+            network::move_to(namespace).os_error("enter the network namespace of the container")?;
         }
         self.change_root().os_error("make the mount namespace of the container")
     }

@@ -92,6 +92,13 @@ impl TryFrom<String> for Mac {
     }
 }
 
+impl Mac {
+    /// Returns the bytes in the order of transmission.
+    pub fn bytes(&self) -> [u8; 6] {
+        self.0
+    }
+}
+
 impl From<Mac> for String {
     fn from(mac: Mac) -> Self {
         mac.0.map(|byte| format!("{byte:02x}")).join(":")

@@ -11,15 +11,17 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-/// Addresses of the host's end, in which servers wait.
-const HOST: [&str; 2] = ["198.18.78.1", "fd00:78::1"];
-/// Commands of iproute2 that make the namespace NAME, as CNI plugins do.
-const SET_UP: [&str; 12] = [
-    "netns add NAME",
+/// Addresses in which servers wait: those of the host's end do not exist before a late network.
+const SERVERS: [&str; 2] = ["0.0.0.0", "::"];
+/// Commands of iproute2 that connect the namespace NAME, as CNI plugins do.
+const SET_UP: [&str; 13] = [
     "link add NAME type veth peer name eth0 netns NAME",
     "link set NAME up",
     "address add 198.18.78.1/24 dev NAME",
     "address add fd00:78::1/64 dev NAME nodad",
+    // The guest takes them over, too.
+    "-n NAME link set eth0 address 02:00:00:00:78:02",
+    "-n NAME link set eth0 mtu 9000",
     "-n NAME link set eth0 up",
     "-n NAME address add 198.18.78.2/32 dev eth0",
     "-n NAME address add fd00:78::2/64 dev eth0 nodad",
@@ -31,16 +33,18 @@ const SET_UP: [&str; 12] = [
 ];
 /// Script of the guest, which prints routes and the answers of both servers.
 const SCRIPT: &str = "ip -4 route; ip -6 route | grep default; ip link show eth0 | grep -o mtu.9000
+    cat /sys/class/net/eth0/address
     nc 198.18.78.1 PORT0 </dev/null; nc fd00:78::1 PORT1 </dev/null
     received() { sed -n 's/^ *eth0: *[0-9]* *\\([0-9]*\\) .*/\\1/p' /proc/net/dev; }
     before=$(received); sleep 1; count=$(($(received) - before))
     [ $count -lt 20 ] && echo few packets || echo $count packets";
-const EXPECTED: [&str; 8] = [
+const EXPECTED: [&str; 9] = [
     "default via 198.18.78.1 dev eth0",
     "198.18.78.1 dev eth0 scope link",
     "203.0.113.0/24 via 198.18.78.1 dev eth0",
     "default via fd00:78::1 dev eth0",
     "mtu 9000",
+    "02:00:00:00:78:02",
     "server 0",
     "server 1",
     // Not those to all routers.
@@ -53,13 +57,14 @@ const INTERVAL: Duration = Duration::from_millis(10);
 struct Namespace(String);
 
 impl Namespace {
-    fn new() -> Result<Self> {
-        let namespace = Self(format!("prd{}", std::process::id()));
-        for line in SET_UP {
-            namespace.ip(line)?;
+    /// Makes it, or takes that of this process.
+    fn new(process: Option<u64>) -> Result<Self> {
+        let namespace = Self(format!("prd{}{}", std::process::id(), process.map_or("", |_| "l")));
+        match process {
+            Some(process) => namespace.ip(&format!("netns attach NAME {process}"))?,
+            None => namespace.ip("netns add NAME")?,
         }
-        // The guest takes it over, too.
-        namespace.ip("-n NAME link set eth0 mtu 9000")?;
+        SET_UP.iter().try_for_each(|line| namespace.ip(line))?;
         Ok(namespace)
     }
 
@@ -108,24 +113,64 @@ fn send_to_routers(link: &str) -> Result<()> {
 /// The guest has the addresses and routes of the namespace, reaches the host with them, and gets no
 /// packets to routers.
 pub fn routes() -> Result<()> {
+    connected_before()?;
+    connected_late()?;
+    not_connected()
+}
+
+fn connected_before() -> Result<()> {
     let engine = Engine::new()?;
-    let namespace = Namespace::new()?;
-    let mut script = SCRIPT.to_owned();
-    for (index, address) in HOST.into_iter().enumerate() {
-        script = script.replace(&format!("PORT{index}"), &serve(index, address)?.to_string());
-    }
-    send_to_routers(&namespace.0)?;
+    let namespace = Namespace::new(None)?;
+    let script = script()?;
     engine.bundle("n", &script, |config| {
         config["linux"]["namespaces"][1]["path"] = json!(format!("/run/netns/{}", namespace.0));
     })?;
     let _input = engine.create("n")?;
-    engine.succeed(&["start", "n"])?;
-    engine.wait_for("n", "stopped")?;
+    start_connected(&engine, "n", &namespace)
+}
+
+/// The namespace is the container's own, and connected after `create`.
+fn connected_late() -> Result<()> {
+    let engine = Engine::new()?;
+    engine.bundle("late", &script()?, |_| ())?;
+    let _input = engine.create("late")?;
+    let process = engine.state("late")?["pid"].as_u64();
+    let namespace = Namespace::new(Some(process.context("no process")?))?;
+    start_connected(&engine, "late", &namespace)
+}
+
+/// Nothing is connected: the guest has no interface.
+fn not_connected() -> Result<()> {
+    let engine = Engine::new()?;
+    engine.bundle("alone", "echo has $(ls /sys/class/net)", |_| ())?;
+    let _input = engine.create("alone")?;
+    engine.succeed(&["start", "alone"])?;
+    engine.wait_for("alone", "stopped")?;
+    let output = engine.output();
+    ensure!(output.lines().any(|line| line.trim() == "has lo"), "{output}");
+    engine.succeed(&["delete", "alone"])?;
+    engine.nothing_left("alone")
+}
+
+/// Returns the script for servers that it starts.
+fn script() -> Result<String> {
+    let mut script = SCRIPT.to_owned();
+    for (index, address) in SERVERS.into_iter().enumerate() {
+        script = script.replace(&format!("PORT{index}"), &serve(index, address)?.to_string());
+    }
+    Ok(script)
+}
+
+/// Starts a container in the namespace, and checks what it prints.
+fn start_connected(engine: &Engine, name: &str, namespace: &Namespace) -> Result<()> {
+    send_to_routers(&namespace.0)?;
+    engine.succeed(&["start", name])?;
+    engine.wait_for(name, "stopped")?;
     let output = engine.output();
     for expected in EXPECTED {
         let has = output.lines().any(|line| line.trim().starts_with(expected));
         ensure!(has, "{expected:?} is not in:\n{output}");
     }
-    engine.succeed(&["delete", "n"])?;
-    engine.nothing_left("n")
+    engine.succeed(&["delete", name])?;
+    engine.nothing_left(name)
 }

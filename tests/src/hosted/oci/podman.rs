@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const PAGE: &str = "a page";
 /// Address of the host's loopback interface for guests of slirp4netns.
 const HOST_LOOPBACK: &str = "10.0.2.2";
+/// MAC of slirp4netns with that address.
+const ROUTER_MAC: &str = "52:55:0a:00:02:02";
 
 /// podman with folders and an image of its own.
 pub struct Podman {
@@ -167,6 +169,7 @@ pub fn rootless() -> Result<()> {
     detached(&podman)?;
     published(&podman)?;
     to_the_host(&podman)?;
+    built(&podman)?;
     untrusted(&podman)?;
     podman.nothing_left()
 }
@@ -308,6 +311,19 @@ fn to_the_host(podman: &Podman) -> Result<()> {
     server.join().map_err(|_| anyhow::anyhow!("the server has panicked"))?;
     let ended = ended?;
     ensure!(ended == (Some(0), PAGE.to_owned()), "{ended:?}");
+    Ok(())
+}
+
+/// `podman build` connects the network after `create`: the guest has an answer of slirp4netns.
+fn built(podman: &Podman) -> Result<()> {
+    let file = podman.home.join("Containerfile");
+    let command = format!("nc -w 5 {HOST_LOOPBACK} 9 </dev/null; cat /proc/net/arp >/neighbours");
+    fs::write(&file, format!("FROM test:1\nRUN {command}\n")).context("cannot write")?;
+    let file = file.to_string_lossy();
+    podman.succeed(&["build", "--quiet", "--tag", "built:1", "--file", &file], None)?;
+    let run = ["run", "--rm", "--network", "none", "built:1", "cat", "/neighbours"];
+    let (code, text) = podman.call(&run, "")?;
+    ensure!(code == Some(0) && text.contains(ROUTER_MAC), "{code:?} {text}");
     Ok(())
 }
 
