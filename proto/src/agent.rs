@@ -19,7 +19,7 @@ pub mod container;
 
 #[cfg(feature = "std")]
 use container::{Container, ContainerProcess, ContainerStatistics, Limits};
-use core::net::IpAddr;
+use core::net::{IpAddr, Ipv4Addr};
 use core::time::Duration;
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
@@ -70,6 +70,22 @@ pub enum Purpose {
         /// Which of its streams.
         stream: Stream,
     },
+    /// [`NameMessage`]s: questions to a name server at this address of the guest, and answers.
+    Resolver {
+        /// Loopback address.
+        address: Ipv4Addr,
+    },
+}
+
+/// Question to a name server, or its answer, as in RFC 1035, section 4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NameMessage<'a> {
+    /// Number of the question.
+    pub number: u32,
+    /// The question came over TCP, without its length in front; otherwise in a datagram.
+    pub is_stream: bool,
+    /// The message, at most 65,535 bytes.
+    pub message: &'a [u8],
 }
 
 /// Stream of a command.

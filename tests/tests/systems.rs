@@ -300,6 +300,7 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
         tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
         tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman::as_root));
         tests.push(named("oci-podman-rootless", Class::SmpOrKill, hosted::oci::podman::rootless));
+        tests.push(named("oci-docker", Class::SmpOrKill, hosted::oci::docker::containers));
         tests.push(named("oci-cri", Class::SmpOrKill, hosted::oci::containerd::pods));
         tests.push(named("kubernetes", Class::SmpOrKill, hosted::oci::kubernetes::cluster));
         tests.push(named("oci-systemd", Class::SmpOrKill, hosted::oci::systemd::systemd));

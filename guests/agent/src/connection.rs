@@ -2,7 +2,7 @@
 
 use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
-use crate::{cgroup, clock, container, network, power_off, root};
+use crate::{cgroup, clock, container, network, power_off, resolver, root};
 use proto::agent::{
     AgentRequest, Answer, Guest, GuestCommand, Hello, Network, Purpose, Root, Stream, VERSION,
     container::{Container, ContainerProcess},
@@ -88,6 +88,7 @@ impl Agent {
                 self.control(connection)
             }
             Purpose::Stream { command, stream } => self.stream(connection, command, stream),
+            Purpose::Resolver { address } => resolver::serve(&connection, address),
         }
     }
 

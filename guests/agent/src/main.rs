@@ -17,6 +17,7 @@ mod enter;
 mod listener;
 mod network;
 mod privileges;
+mod resolver;
 mod root;
 mod stream;
 mod users;

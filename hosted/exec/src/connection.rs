@@ -62,11 +62,7 @@ impl ControlConnection {
     /// # Errors
     /// The agent does not answer, or refuses it: `vm` explains why.
     pub fn stream(&self, vm: &mut AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
-        let purpose = Purpose::Stream { command: self.command, stream };
-        match connect(&vm.socket(), || purpose, STREAM) {
-            Ok((stream, _)) => Ok(stream),
-            Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),
-        }
+        further(vm, Purpose::Stream { command: self.command, stream })
     }
 
     /// Sends a request and waits until it was carried out.
@@ -114,6 +110,17 @@ impl ControlConnection {
             Ok(answer) => Ok(answer),
             Err(error) => Err(vm.failure(&format!("the agent has not answered: {error}"))),
         }
+    }
+}
+
+/// Makes a connection to an agent that has answered before.
+///
+/// # Errors
+/// The agent does not answer, or refuses it: `vm` explains why.
+pub fn further(vm: &mut AgentVm, purpose: Purpose) -> Result<UnixStream, Failure> {
+    match connect(&vm.socket(), || purpose, STREAM) {
+        Ok((stream, _)) => Ok(stream),
+        Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),
     }
 }
 

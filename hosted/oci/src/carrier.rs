@@ -7,23 +7,25 @@
 use crate::bundle::Bundle;
 use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
+use crate::mounts::MountPlan;
 use crate::network::{PodNetwork, VmNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
-use crate::{balloon, cgroup, refuse, report, scratch, share, terminal};
+use crate::{balloon, cgroup, refuse, report, resolver, scratch, share, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_command::messages::to_stderr;
 use hosted_command::proc_number;
 use hosted_command::supervise;
 use hosted_exec::carrier::Carrier;
+use hosted_exec::connection::further;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
 use hosted_monitor::config::share::{ShareConfig, Tag};
 use hosted_monitor::config::vm::VmConfig;
 use nix::sched::{CloneFlags, unshare};
 use oci_spec::runtime::Process;
-use proto::agent::{AgentRequest, Guest, Root};
+use proto::agent::{AgentRequest, Guest, Purpose, Root};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, kill_process, setsid};
 use signal_hook::consts::{
@@ -272,11 +274,18 @@ fn exit_code(carried: Result<u8, Failure>) -> u8 {
 /// A container that waits to be started.
 struct Container {
     vm: AgentVm,
-    network: VmNetwork,
+    network: ContainerNetwork,
     carrier: Carrier,
     listener: UnixListener,
     /// Process of the VM if it is that of a sandbox.
     sandbox: Option<ProcessId>,
+}
+
+/// Network of a container, for its start.
+struct ContainerNetwork {
+    of_vm: VmNetwork,
+    /// File systems of the container, of which one may have the engine's list of name servers.
+    mounts: Vec<MountPlan>,
 }
 
 impl Container {
@@ -310,7 +319,8 @@ impl Container {
             Ok((carrier, listener)) => {
                 let is_member = bundle.sandbox.is_some();
                 let sandbox = vm_process(&state.vm_folder).filter(|_| is_member);
-                Ok(Self { vm: vm.0, network: vm.1, carrier, listener, sandbox })
+                let network = ContainerNetwork { of_vm: vm.1, mounts: bundle.mounts };
+                Ok(Self { vm: vm.0, network, carrier, listener, sandbox })
             }
             Err(failure) => {
                 vm.0.end();
@@ -419,7 +429,7 @@ fn start_vm(
 /// Waits until the container is to be started, and carries it to its end.
 fn wait_and_carry(
     vm: &mut AgentVm,
-    network: &VmNetwork,
+    network: &ContainerNetwork,
     mut carrier: Carrier,
     listener: &UnixListener,
 ) -> Result<u8, Failure> {
@@ -440,25 +450,32 @@ fn wait_and_carry(
             break listener.accept().os_error("wait for the start")?.0;
         }
     };
-    let connected = match network {
-        VmNetwork::Awaited => connect(vm, &carrier),
-        VmNetwork::Missing | VmNetwork::Found(_) => Ok(()),
-    };
-    let started = connected.and_then(|()| carrier.request(vm, &AgentRequest::Run));
+    let started =
+        network.connect(vm, &carrier).and_then(|()| carrier.request(vm, &AgentRequest::Run));
     // The process that wants the start may have been killed; the container has started.
     let _ = send(&stream, &started);
     started?;
     carrier.carry(vm, None)
 }
 
-/// Lets the guest take over the network that the engine has set up after `create`, or removes its
-/// card if there is none.
-fn connect(vm: &mut AgentVm, carrier: &Carrier) -> Result<(), Failure> {
-    let found = PodNetwork::find()?;
-    if let Some(network) = &found {
-        network.connect()?;
+impl ContainerNetwork {
+    /// Lets the guest take over the network that the engine has set up after `create`, or removes
+    /// its card if there is none. A name server of the network namespace answers to the guest.
+    fn connect(&self, vm: &mut AgentVm, carrier: &Carrier) -> Result<(), Failure> {
+        match self.of_vm {
+            VmNetwork::Missing => return Ok(()),
+            VmNetwork::Found(_) => {}
+            VmNetwork::Awaited => {
+                let found = PodNetwork::find()?;
+                if let Some(network) = &found {
+                    network.connect()?;
+                }
+                carrier.request(vm, &AgentRequest::Connect(found.map(|network| network.guest)))?;
+            }
+        }
+        let Some(address) = resolver::find(&self.mounts) else { return Ok(()) };
+        resolver::relay(further(vm, Purpose::Resolver { address })?, address)
     }
-    carrier.request(vm, &AgentRequest::Connect(found.map(|network| network.guest)))
 }
 
 /// Carries another process of a container; returns the exit code.

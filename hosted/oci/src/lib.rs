@@ -50,6 +50,7 @@ mod message;
 mod mounts;
 mod network;
 mod report;
+mod resolver;
 mod resources;
 mod scratch;
 mod seccomp;

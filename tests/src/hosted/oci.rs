@@ -6,6 +6,7 @@ pub mod configurations;
 pub mod confined;
 pub mod containerd;
 mod cost;
+pub mod docker;
 pub mod hostile;
 pub mod kubernetes;
 pub mod network;

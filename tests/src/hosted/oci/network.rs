@@ -1,14 +1,17 @@
 //! Network of a container in a namespace of the engine: IPv4, IPv6, and routes.
 
-use super::Engine;
+use super::{Engine, GONE};
 use crate::hosted::succeed;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde_json::json;
-use std::fs;
+use std::fs::{self, File};
 use std::io::Write;
-use std::net::{Ipv6Addr, SocketAddrV6, TcpListener, UdpSocket};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddrV6, TcpListener, UdpSocket};
+use std::os::fd::AsFd;
 use std::process::Command;
-use std::thread;
+use std::sync::mpsc::channel;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// Addresses in which servers wait: those of the host's end do not exist before a late network.
@@ -52,6 +55,14 @@ const EXPECTED: [&str; 9] = [
 ];
 /// Interval of packets to all routers.
 const INTERVAL: Duration = Duration::from_millis(10);
+
+/// List of name servers of a container, and a command that needs one.
+const LIST: &str = "nameserver 127.0.0.11\n";
+const BY_NAME: &str = "
+    nc server.test PORT0 </dev/null && echo by name";
+
+/// Questions of a client for a name: for its IPv4 address, and its IPv6 address.
+const QUESTIONS: usize = 2;
 
 /// Namespace and its link, which end with this value.
 struct Namespace(String);
@@ -121,22 +132,62 @@ pub fn routes() -> Result<()> {
 fn connected_before() -> Result<()> {
     let engine = Engine::new()?;
     let namespace = Namespace::new(None)?;
-    let script = script()?;
-    engine.bundle("n", &script, |config| {
+    engine.bundle("n", &script(SCRIPT)?, |config| {
         config["linux"]["namespaces"][1]["path"] = json!(format!("/run/netns/{}", namespace.0));
     })?;
     let _input = engine.create("n")?;
-    start_connected(&engine, "n", &namespace)
+    start_connected(&engine, "n", &namespace).map(drop)
 }
 
-/// The namespace is the container's own, and connected after `create`.
+/// Answers `address` to the questions for a name in a network namespace, as engines do it there
+/// (RFC 1035, section 4.1).
+fn answer_names(namespace: &str, address: Ipv4Addr) -> Result<JoinHandle<Result<()>>> {
+    let file = File::open(format!("/run/netns/{namespace}")).context("no namespace")?;
+    let (ready, is_ready) = channel();
+    let server = thread::spawn(move || -> Result<()> {
+        move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
+        let socket = UdpSocket::bind("127.0.0.11:53").context("cannot bind")?;
+        socket.set_read_timeout(Some(GONE))?;
+        ready.send(()).context("the test has ended")?;
+        for _ in 0..QUESTIONS {
+            let mut message = vec![0; 512];
+            let (length, from) = socket.recv_from(&mut message).context("no question")?;
+            message.truncate(length);
+            // The question has a type and a class at its end; another type has no answer.
+            let is_ipv4 = message.get(length - 4..) == Some(&[0, 1, 0, 1]);
+            message[2..4].copy_from_slice(&[0x81, 0x80]);
+            message[7] = is_ipv4.into();
+            if is_ipv4 {
+                // The name of the question, type, class, time to live, length.
+                message.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
+                message.extend(address.octets());
+            }
+            socket.send_to(&message, from).context("cannot answer")?;
+        }
+        Ok(())
+    });
+    is_ready.recv_timeout(GONE).context("the name server has not begun")?;
+    Ok(server)
+}
+
+/// The namespace is the container's own, and connected after `create`; it has a name server.
 fn connected_late() -> Result<()> {
     let engine = Engine::new()?;
-    engine.bundle("late", &script()?, |_| ())?;
+    engine.bundle("late", &script(&[SCRIPT, BY_NAME].concat())?, |config| {
+        let list = json!({ "destination": "/etc/resolv.conf", "type": "bind",
+            "source": "../resolv.conf", "options": ["bind", "ro"] });
+        config["mounts"].as_array_mut().into_iter().for_each(|all| all.push(list.clone()));
+    })?;
+    fs::write(engine.path("resolv.conf"), LIST).context("cannot write")?;
     let _input = engine.create("late")?;
     let process = engine.state("late")?["pid"].as_u64();
     let namespace = Namespace::new(Some(process.context("no process")?))?;
-    start_connected(&engine, "late", &namespace)
+    namespace.ip("-n NAME link set lo up")?;
+    let names = answer_names(&namespace.0, Ipv4Addr::new(198, 18, 78, 1))?;
+    let output = start_connected(&engine, "late", &namespace)?;
+    names.join().map_err(|_| anyhow!("the name server has panicked"))??;
+    ensure!(output.contains("by name"), "{output}");
+    Ok(())
 }
 
 /// Nothing is connected: the guest has no interface.
@@ -152,17 +203,17 @@ fn not_connected() -> Result<()> {
     engine.nothing_left("alone")
 }
 
-/// Returns the script for servers that it starts.
-fn script() -> Result<String> {
-    let mut script = SCRIPT.to_owned();
+/// Returns a script with the ports of servers, which it starts.
+fn script(script: &str) -> Result<String> {
+    let mut script = script.to_owned();
     for (index, address) in SERVERS.into_iter().enumerate() {
         script = script.replace(&format!("PORT{index}"), &serve(index, address)?.to_string());
     }
     Ok(script)
 }
 
-/// Starts a container in the namespace, and checks what it prints.
-fn start_connected(engine: &Engine, name: &str, namespace: &Namespace) -> Result<()> {
+/// Starts a container in the namespace, and checks what it prints and returns.
+fn start_connected(engine: &Engine, name: &str, namespace: &Namespace) -> Result<String> {
     send_to_routers(&namespace.0)?;
     engine.succeed(&["start", name])?;
     engine.wait_for(name, "stopped")?;
@@ -172,5 +223,6 @@ fn start_connected(engine: &Engine, name: &str, namespace: &Namespace) -> Result
         ensure!(has, "{expected:?} is not in:\n{output}");
     }
     engine.succeed(&["delete", name])?;
-    engine.nothing_left(name)
+    engine.nothing_left(name)?;
+    Ok(output)
 }
