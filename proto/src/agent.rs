@@ -19,7 +19,7 @@ pub mod container;
 
 #[cfg(feature = "std")]
 use container::{Container, ContainerProcess, ContainerStatistics, Limits};
-use core::net::{IpAddr, Ipv4Addr};
+use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 use core::time::Duration;
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
@@ -74,6 +74,11 @@ pub enum Purpose {
     Resolver {
         /// Loopback address.
         address: Ipv4Addr,
+    },
+    /// Bytes of a TCP connection to a server of the guest.
+    Forward {
+        /// Its address; a server at that of IPv4's loopback may be at IPv6's instead.
+        to: SocketAddr,
     },
 }
 
@@ -330,7 +335,10 @@ pub mod io {
 
     use super::MAX_MESSAGE;
     use serde::{Deserialize, Serialize};
-    use std::io::{Error, ErrorKind, Read, Result, Write};
+    use std::io::{Error, ErrorKind, Read, Result, Write, copy};
+    use std::net::{Shutdown, TcpStream};
+    use std::os::unix::net::UnixStream;
+    use std::thread;
     use std::vec::Vec;
 
     /// Sends a message.
@@ -383,6 +391,38 @@ pub mod io {
             Ok((message, [])) => Ok(message),
             _ => Err(Error::new(ErrorKind::InvalidData, "a message is malformed")),
         }
+    }
+
+    /// Copies bytes between two connections in both directions, until both have ended or one has
+    /// failed.
+    ///
+    /// # Errors
+    /// One has failed, or there is no memory for a thread.
+    pub fn copy_both(one: &TcpStream, other: &UnixStream) -> Result<()> {
+        thread::scope(|scope| {
+            let forth = thread::Builder::new().spawn_scoped(scope, || {
+                let copied = copy(&mut &*one, &mut &*other);
+                finish(copied, |how| one.shutdown(how), |how| other.shutdown(how))
+            })?;
+            let copied = copy(&mut &*other, &mut &*one);
+            let back = finish(copied, |how| other.shutdown(how), |how| one.shutdown(how));
+            // A panic of the thread has been reported.
+            forth.join().unwrap_or(Ok(())).and(back)
+        })
+    }
+
+    /// Passes the end of one direction on. After a failure both directions end.
+    fn finish(
+        copied: Result<u64>,
+        from: impl Fn(Shutdown) -> Result<()>,
+        to: impl Fn(Shutdown) -> Result<()>,
+    ) -> Result<()> {
+        // They may be closed already.
+        match copied {
+            Ok(_) => drop(to(Shutdown::Write)),
+            Err(_) => drop((from(Shutdown::Both), to(Shutdown::Both))),
+        }
+        copied.map(drop)
     }
 
     /// Appends to a vector.

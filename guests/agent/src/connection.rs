@@ -2,7 +2,7 @@
 
 use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
-use crate::{cgroup, clock, container, network, power_off, resolver, root};
+use crate::{cgroup, clock, container, forward, network, power_off, resolver, root};
 use proto::agent::{
     AgentRequest, Answer, Guest, GuestCommand, Hello, Network, Purpose, Root, Stream, VERSION,
     container::{Container, ContainerProcess},
@@ -89,6 +89,7 @@ impl Agent {
             }
             Purpose::Stream { command, stream } => self.stream(connection, command, stream),
             Purpose::Resolver { address } => resolver::serve(&connection, address),
+            Purpose::Forward { to } => forward::serve(connection, to),
         }
     }
 

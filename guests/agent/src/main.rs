@@ -14,6 +14,7 @@ mod connection;
 mod container;
 mod copy_up;
 mod enter;
+mod forward;
 mod listener;
 mod network;
 mod privileges;

@@ -65,6 +65,8 @@ pub struct Bundle {
     pub network: Option<PathBuf>,
     /// Container in whose VM it runs; `None`: its own.
     pub sandbox: Option<String>,
+    /// It is the sandbox of a pod.
+    pub is_sandbox: bool,
     pub annotations: HashMap<String, String>,
     /// Size of its own VM.
     pub memory: Size,
@@ -136,6 +138,7 @@ impl Bundle {
         }
         let annotations = spec.annotations().clone().unwrap_or_default();
         let sandbox = sandbox(&annotations)?;
+        let is_sandbox = is_sandbox(&annotations);
         spec.hooks().as_ref().map_or(Ok(()), hooks::check)?;
         if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
             return Err(refuse(
@@ -181,6 +184,7 @@ impl Bundle {
             namespaces,
             network,
             sandbox,
+            is_sandbox,
             annotations,
             memory,
             cpus,
@@ -193,13 +197,21 @@ impl Bundle {
     }
 }
 
+/// Returns an annotation that engines name differently.
+fn find<'a>(annotations: &'a HashMap<String, String>, names: [&str; 2]) -> Option<&'a str> {
+    names.iter().find_map(|name| annotations.get(*name)).map(String::as_str)
+}
+
+fn is_sandbox(annotations: &HashMap<String, String>) -> bool {
+    find(annotations, KINDS) == Some(SANDBOX)
+}
+
 /// Returns the sandbox in whose VM a container runs; `None`: it has its own.
 fn sandbox(annotations: &HashMap<String, String>) -> Result<Option<String>, Failure> {
-    let find = |names: [&str; 2]| names.iter().find_map(|name| annotations.get(*name)).cloned();
-    match find(KINDS).as_deref() {
+    match find(annotations, KINDS) {
         None | Some(SANDBOX) => Ok(None),
-        Some("container") => match find(SANDBOXES) {
-            Some(sandbox) => Ok(Some(sandbox)),
+        Some("container") => match find(annotations, SANDBOXES) {
+            Some(sandbox) => Ok(Some(sandbox.to_owned())),
             None => Err(refuse("the annotation with the sandbox of the container is missing")),
         },
         Some(other) => Err(refuse(format!("unknown type of a container: {other:?}"))),
@@ -292,7 +304,7 @@ fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<Path
 /// containerd states. A sandbox's own share of CPU time does not concern its containers.
 fn limits(linux: &Linux, annotations: &HashMap<String, String>) -> Result<StatedLimits, Failure> {
     let own = linux.resources().as_ref().map(StatedLimits::new).unwrap_or_default();
-    if !KINDS.iter().any(|kind| annotations.get(*kind).is_some_and(|kind| kind == SANDBOX)) {
+    if !is_sandbox(annotations) {
         return Ok(own);
     }
     Ok(StatedLimits {

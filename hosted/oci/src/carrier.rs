@@ -11,7 +11,7 @@ use crate::mounts::MountPlan;
 use crate::network::{PodNetwork, VmNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
-use crate::{balloon, cgroup, refuse, report, resolver, scratch, share, terminal};
+use crate::{balloon, cgroup, forward, refuse, report, resolver, scratch, share, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_command::messages::to_stderr;
@@ -38,7 +38,7 @@ use std::net::Shutdown;
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::mpsc::sync_channel;
 use std::thread;
@@ -286,6 +286,8 @@ struct ContainerNetwork {
     of_vm: VmNetwork,
     /// File systems of the container, of which one may have the engine's list of name servers.
     mounts: Vec<MountPlan>,
+    /// Folder of the VM of a pod, whose engine connects to `localhost` in the network namespace.
+    pod: Option<PathBuf>,
 }
 
 impl Container {
@@ -319,7 +321,8 @@ impl Container {
             Ok((carrier, listener)) => {
                 let is_member = bundle.sandbox.is_some();
                 let sandbox = vm_process(&state.vm_folder).filter(|_| is_member);
-                let network = ContainerNetwork { of_vm: vm.1, mounts: bundle.mounts };
+                let pod = bundle.is_sandbox.then(|| state.vm_folder.clone());
+                let network = ContainerNetwork { of_vm: vm.1, mounts: bundle.mounts, pod };
                 Ok(Self { vm: vm.0, network, carrier, listener, sandbox })
             }
             Err(failure) => {
@@ -473,6 +476,7 @@ impl ContainerNetwork {
                 carrier.request(vm, &AgentRequest::Connect(found.map(|network| network.guest)))?;
             }
         }
+        self.pod.clone().map_or(Ok(()), forward::start)?;
         let Some(address) = resolver::find(&self.mounts) else { return Ok(()) };
         resolver::relay(further(vm, Purpose::Resolver { address })?, address)
     }

@@ -43,6 +43,7 @@ mod carrier;
 mod cgroup;
 mod create;
 mod devices;
+mod forward;
 mod hooks;
 mod lifecycle;
 mod line;

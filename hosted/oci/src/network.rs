@@ -134,8 +134,11 @@ fn enter_own() -> Result<(), Failure> {
     made.os_error("make a network namespace")
 }
 
-/// Runs a program of iproute2.
-fn run(program: &str, arguments: &str) -> Result<Vec<u8>, Failure> {
+/// Runs a program that configures the network.
+///
+/// # Errors
+/// It is missing, or fails.
+pub fn run(program: &str, arguments: &str) -> Result<Vec<u8>, Failure> {
     let ended = Command::new(program).args(arguments.split(' ')).output().start_error(program)?;
     printed(ended, &format!("{program} {arguments}"))
 }

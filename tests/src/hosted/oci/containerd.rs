@@ -457,6 +457,9 @@ fn life_of_pods(containerd: &mut Containerd) -> Result<()> {
     ensure_host_memory(&pod.id, 192 + 80 + 32)?;
     containerd.wait_for_log("pod", "server", "stdout F begun\n")?;
     containerd.fetch(&client, "127.0.0.1")?;
+    for address in ["127.0.0.1", &pod.address] {
+        fetch_in_namespace(&containerd.vm(&pod)?, address)?;
+    }
     let ended = containerd.exec(&client, &["sh", "-c", "hostname; exit 42"])?;
     ensure!(ended == (42, "pod\n".to_owned()), "{ended:?}");
     let other = containerd.run_pod("other", RUNC)?;
@@ -480,6 +483,24 @@ fn life_of_pods(containerd: &mut Containerd) -> Result<()> {
     ensure!(containerd.wait(&server)? == 255, "the container has outlived its VM");
     containerd.remove_pod(&pod.id)?;
     containerd.remove_pod(&other.id)
+}
+
+/// Fetches the page of a pod from the host's side of its network namespace, as containerd does it
+/// to forward a port.
+fn fetch_in_namespace(process: &str, address: &str) -> Result<()> {
+    let mut client = Command::new("nsenter");
+    client.args(["--target", process, "--net", "curl", "--silent", "--show-error"]);
+    client.args(["--max-time", "10", &format!("http://{address}:8080/page")]);
+    let deadline = Instant::now() + GONE;
+    loop {
+        let ended = client.output().context("cannot start nsenter")?;
+        if ended.stdout == PAGE.as_bytes() {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&ended.stderr).into_owned();
+        ensure!(Instant::now() < deadline, "{address} answers {text}");
+        sleep(INTERVAL);
+    }
 }
 
 /// A container of `ctr`: its output and exit code.
