@@ -225,6 +225,9 @@ pub struct NetInfo {
     pub mtu: u16,
     /// The back end exchanges only frames without offloads: unsegmented and with all checksums.
     pub no_offloads: bool,
+    /// The link is always up. The guest gets no link status then: Linux reports an interface with
+    /// one as not running for up to a second after its start.
+    pub has_fixed_link: bool,
 }
 
 /// Offloaded work on a frame, for the receiver to do (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr`

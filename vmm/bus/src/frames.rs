@@ -38,7 +38,7 @@ pub trait NetEndpoint: Frames {
 
 /// Returns the properties of a network for the device model: a stream, or a tap device.
 pub const fn info(mac: [u8; 6], mtu: u16, is_tap: bool) -> NetInfo {
-    NetInfo { mac, mtu, no_offloads: !is_tap }
+    NetInfo { mac, mtu, no_offloads: !is_tap, has_fixed_link: is_tap }
 }
 
 /// Back end of a network device.

@@ -5,6 +5,7 @@ mod driver;
 use driver::{CONFIG_INTERRUPT, Rig, breaks};
 use vmm_bus::backend::{MAX_FRAME, NetInfo, Offload, OffloadCaps, Segments};
 use vmm_bus::testing::ScriptPort;
+use vmm_dev::virtio::VirtioDevice;
 use vmm_dev::virtio::net::{NetCard, spec::*};
 use vmm_dev::virtio::pci::spec::{CONFIG, GENERATION};
 use vmm_dev::virtio::spec::F_EVENT_IDX;
@@ -239,6 +240,14 @@ fn frames_longer_than_the_mtu_are_dropped() {
         rig.wake();
         assert!(port(&mut rig).waiting.is_empty());
         assert_eq!(rig.used(RECEIVE).len(), used);
+    }
+}
+
+#[test]
+fn a_link_that_is_always_up_has_no_status() {
+    for has_fixed_link in [false, true] {
+        let card = NetCard::new(NetInfo { has_fixed_link, ..NetInfo::default() });
+        assert_eq!(card.features() & F_STATUS != 0, !has_fixed_link);
     }
 }
 

@@ -5,9 +5,10 @@ use super::containerd::Containerd;
 use super::succeed;
 use crate::tools;
 use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -215,10 +216,7 @@ impl Cluster {
     /// # Errors
     /// It cannot be started.
     pub fn kubectl_code(&self, arguments: &[&str], input: &str) -> Result<(Option<i32>, String)> {
-        let mut command = Command::new("timeout");
-        command.args(["-s", "KILL", "600"]).arg(self.programs.join("kubectl"));
-        command.arg("--kubeconfig").arg(self.path("kubeconfig"));
-        command.arg("--cache-dir").arg(self.path("kubectl")).args(arguments);
+        let mut command = self.kubectl_command(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().context("cannot start kubectl")?;
         let written = child.stdin.take().context("no input")?.write_all(input.as_bytes());
@@ -230,6 +228,32 @@ impl Cluster {
             text += &String::from_utf8_lossy(&ended.stderr);
         }
         Ok((ended.status.code(), text))
+    }
+
+    /// Forwards a local port to one of a pod until the result is dropped.
+    ///
+    /// # Errors
+    /// kubectl fails.
+    pub fn forward(&self, pod: &str, port: u16) -> Result<Forwarded> {
+        let mut command = self.kubectl_command(&["port-forward", pod, &format!(":{port}")]);
+        let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start kubectl")?;
+        let output = child.stdout.take().context("no output")?;
+        let mut forwarded = Forwarded { child, port: 0 };
+        let mut line = String::new();
+        BufReader::new(output).read_line(&mut line).context("no port")?;
+        // Forwarding from 127.0.0.1:PORT -> 8080
+        let port = line.split("127.0.0.1:").nth(1).and_then(|text| text.split(' ').next());
+        let port = port.and_then(|port| port.parse().ok());
+        forwarded.port = port.with_context(|| format!("no port: {line:?}"))?;
+        Ok(forwarded)
+    }
+
+    fn kubectl_command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new("timeout");
+        command.args(["-s", "KILL", "600"]).arg(self.programs.join("kubectl"));
+        command.arg("--kubeconfig").arg(self.path("kubeconfig"));
+        command.arg("--cache-dir").arg(self.path("kubectl")).args(arguments);
+        command
     }
 
     /// Creates or changes an object.
@@ -302,6 +326,21 @@ impl Drop for Cluster {
 }
 
 /// Returns unused ports.
+/// A forwarded port.
+pub struct Forwarded {
+    child: Child,
+    /// The local port.
+    pub port: u16,
+}
+
+impl Drop for Forwarded {
+    fn drop(&mut self) {
+        // timeout(1) ends kubectl, too.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
 fn free_ports() -> Result<[u16; 4]> {
     // All are held until all are known.
     let listeners = [0; 4].map(|_| TcpListener::bind(("127.0.0.1", 0)));

@@ -5,6 +5,8 @@ use super::containerd::{IMAGE, PAGE, PARADOR};
 use super::succeed;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -120,7 +122,22 @@ fn life(cluster: &Cluster) -> Result<()> {
     let kernel = cluster.kubectl(&kernel, "")?;
     ensure!(kernel.contains("-parador"), "not in a VM: {kernel}");
     fetch(cluster, ["web", "client"], "127.0.0.1")?;
-    fetch(cluster, ["other", "client"], &cluster.field("pod", "web", ".status.podIP")?)
+    fetch(cluster, ["other", "client"], &cluster.field("pod", "web", ".status.podIP")?)?;
+    forwarded(cluster)
+}
+
+/// Fetches the page by a forwarded port, whose connections containerd makes.
+fn forwarded(cluster: &Cluster) -> Result<()> {
+    let forwarded = cluster.forward("web", 8080)?;
+    for _ in 0..3 {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, forwarded.port))?;
+        stream.set_read_timeout(Some(SLOW))?;
+        stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).context("cannot receive")?;
+        ensure!(answer.ends_with(PAGE), "the forwarded port answers {answer:?}");
+    }
+    Ok(())
 }
 
 /// Waits until a container of the pod has started again.

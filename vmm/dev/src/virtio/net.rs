@@ -311,7 +311,8 @@ impl VirtioDevice for NetCard {
         let receives = F_GUEST_CSUM | F_GUEST_TSO4 | F_GUEST_TSO6;
         let offloads = if self.info.no_offloads { 0 } else { sends | receives };
         let mtu = if self.info.mtu == 0 { 0 } else { F_MTU };
-        offloads | mtu | F_MRG_RXBUF | F_MAC | F_STATUS
+        let status = if self.info.has_fixed_link { 0 } else { F_STATUS };
+        offloads | mtu | status | F_MRG_RXBUF | F_MAC
     }
 
     fn queues(&mut self) -> &mut [Queue] {
