@@ -18,13 +18,16 @@ use nix::sched::{CloneFlags, unshare};
 use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+/// Refusal of the host's namespace.
+const OF_HOST: &str = "a VM cannot have the host's network namespace";
 /// Name of the tap device in the pod's namespace.
 const TAP: &str = "parador0";
 /// Multicast groups of routers: router solicitations (RFC 4861, section 6.3.7), and reports of
@@ -104,11 +107,25 @@ struct FoundRoute {
 /// Moves this process to a network namespace. Processes that it starts later are in it, too.
 ///
 /// # Errors
-/// There is none at the path.
-pub fn enter(namespace: &Path) -> Result<(), Failure> {
+/// There is none at the path, or it is the host's: the VM would take the host's network over.
+fn enter(namespace: &Path) -> Result<(), Failure> {
     let opened = input::try_open(namespace);
     let file = opened.file_error("open the network namespace", namespace)?;
+    if is_of_host(&file).file_error("examine the network namespace", namespace)? {
+        return Err(refuse(OF_HOST));
+    }
     move_to(&file).file_error("enter the network namespace", namespace)
+}
+
+/// Returns whether a network namespace is that of this process, in which engines start it, or of
+/// the host's first process.
+fn is_of_host(namespace: &File) -> std::io::Result<bool> {
+    let own = namespace.metadata()?;
+    let is_same = |path: &str| {
+        // An ordinary user may not examine the first process.
+        fs::metadata(path).is_ok_and(|other| (other.dev(), other.ino()) == (own.dev(), own.ino()))
+    };
+    Ok(["/proc/self/ns/net", "/proc/1/ns/net"].into_iter().any(is_same))
 }
 
 /// Moves this thread to an open network namespace.

@@ -85,6 +85,8 @@ impl Docker {
         let pid = Pid::from_child(&daemon);
         kill_process(pid, Signal::TERM).context("cannot end the daemon")?;
         daemon.wait().context("cannot wait for the daemon")?;
+        // Docker leaves the namespace that it has for containers in that of the host.
+        succeed(Command::new("umount").arg(self.engine.path("exec/netns/default")))?;
         self.engine.no_processes()?;
         no_mounts_below(self.engine.rig.folder())
     }
@@ -124,6 +126,9 @@ fn attached(docker: &Docker) -> Result<()> {
     let routes = docker.succeed(&[&run[..], &["ip", "route"]].concat())?;
     ensure!(routes.contains("default via 172.17.0.1 dev eth0"), "{routes}");
     let alone = ["run", "--rm", "--runtime", "parador", "--network", "none", "test:1"];
+    let host = ["run", "--rm", "--runtime", "parador", "--network", "host", "test:1", "true"];
+    let (code, text) = docker.call(&host, "")?;
+    ensure!(code == Some(125) && text.contains("the host's network namespace"), "{code:?} {text}");
     let interfaces = docker.succeed(&[&alone[..], &["ls", "/sys/class/net"]].concat())?;
     ensure!(interfaces == "lo\n", "{interfaces}");
     Ok(())
