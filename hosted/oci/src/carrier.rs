@@ -469,7 +469,7 @@ impl ContainerNetwork {
             VmNetwork::Missing => return Ok(()),
             VmNetwork::Found(_) => {}
             VmNetwork::Awaited => {
-                let found = PodNetwork::find()?;
+                let found = PodNetwork::find_late()?;
                 if let Some(network) = &found {
                     network.connect()?;
                 }

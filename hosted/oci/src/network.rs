@@ -38,6 +38,8 @@ const TUN_DEVICE: &str = "/dev/net/tun";
 /// Addresses of a card before its network is known: one that a host chooses itself (IEEE 802-2014,
 /// section 8.4), and the size of the largest packet.
 const AWAITED: (&str, u16) = ("02:00:00:00:00:01", u16::MAX);
+/// Interfaces of the thread's namespace (proc(5)).
+const INTERFACES: &str = "/proc/thread-self/net/dev";
 /// Kind of tap devices for `ip`.
 const TUN: &str = "tun";
 
@@ -195,6 +197,10 @@ impl VmNetwork {
             return Ok(if tun.is_ok() { Self::Awaited } else { Self::Missing });
         };
         enter(namespace)?;
+        if interfaces()?.iter().any(|name| name == TAP) {
+            let text = "another VM has the network namespace, and two cannot share one";
+            return Err(refuse(format!("{}: {text}", namespace.display())));
+        }
         Ok(PodNetwork::find()?.map_or(Self::Missing, |found| Self::Found(Box::new(found))))
     }
 
@@ -254,6 +260,18 @@ impl FoundRoute {
     }
 }
 
+/// Returns the names of the interfaces of this thread's namespace.
+fn interfaces() -> Result<Vec<String>, Failure> {
+    let path = Path::new(INTERFACES);
+    Ok(names(&fs::read_to_string(path).file_error("read", path)?))
+}
+
+fn names(list: &str) -> Vec<String> {
+    // Two lines of titles.
+    let names = list.lines().skip(2).filter_map(|line| line.split(':').next());
+    names.map(|name| name.trim().to_owned()).collect()
+}
+
 /// Returns a list for the message to the agent.
 fn few<T: Clone, const MOST: usize>(
     all: &[T],
@@ -265,6 +283,18 @@ fn few<T: Clone, const MOST: usize>(
 }
 
 impl PodNetwork {
+    /// Finds the interface that has come to this thread's namespace since the VM was started.
+    ///
+    /// # Errors
+    /// See [`Self::find`]; without interfaces iproute2 is not needed.
+    pub fn find_late() -> Result<Option<Self>, Failure> {
+        if interfaces()?.iter().any(|name| name != "lo" && name != TAP) {
+            Self::find()
+        } else {
+            Ok(None)
+        }
+    }
+
     /// Finds the interface of this process' namespace; `None`: there is only the loopback one.
     ///
     /// # Errors
@@ -415,6 +445,13 @@ mod tests {
             {"dst": "169.254.1.1", "dev": "eth0", "scope": "link"}]"#,
         r#"[{"dst": "default", "gateway": "fd00::1", "dev": "eth0"}]"#,
     ];
+
+    #[test]
+    fn names_of_interfaces() {
+        let titles = "Inter-| Receive\n face |bytes\n";
+        assert!(names(titles).is_empty());
+        assert_eq!(names(&[titles, "    lo: 0\nparador0: 0 0\n"].concat()), ["lo", TAP]);
+    }
 
     #[test]
     fn the_guest_takes_the_interface_over() {

@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -237,10 +237,10 @@ impl Cluster {
     pub fn forward(&self, pod: &str, port: u16) -> Result<Forwarded> {
         let mut command = self.kubectl_command(&["port-forward", pod, &format!(":{port}")]);
         let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start kubectl")?;
-        let output = child.stdout.take().context("no output")?;
-        let mut forwarded = Forwarded { child, port: 0 };
+        let output = BufReader::new(child.stdout.take().context("no output")?);
+        let mut forwarded = Forwarded { child, output, port: 0 };
         let mut line = String::new();
-        BufReader::new(output).read_line(&mut line).context("no port")?;
+        forwarded.output.read_line(&mut line).context("no port")?;
         // Forwarding from 127.0.0.1:PORT -> 8080
         let port = line.split("127.0.0.1:").nth(1).and_then(|text| text.split(' ').next());
         let port = port.and_then(|port| port.parse().ok());
@@ -329,6 +329,8 @@ impl Drop for Cluster {
 /// A forwarded port.
 pub struct Forwarded {
     child: Child,
+    /// Stays open: kubectl prints a line for each connection.
+    output: BufReader<ChildStdout>,
     /// The local port.
     pub port: u16,
 }

@@ -129,12 +129,13 @@ fn life(cluster: &Cluster) -> Result<()> {
 /// Fetches the page by a forwarded port, whose connections containerd makes.
 fn forwarded(cluster: &Cluster) -> Result<()> {
     let forwarded = cluster.forward("web", 8080)?;
-    for _ in 0..3 {
+    for number in 0..3 {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, forwarded.port))?;
         stream.set_read_timeout(Some(SLOW))?;
         stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).context("cannot receive")?;
+        let received = stream.read_to_string(&mut answer);
+        received.with_context(|| format!("connection {number}: {answer:?}"))?;
         ensure!(answer.ends_with(PAGE), "the forwarded port answers {answer:?}");
     }
     Ok(())
