@@ -552,9 +552,9 @@ pub fn vm_processes(child: &Child) -> Vec<u32> {
         text.split_whitespace().filter_map(|number| number.parse().ok()).collect()
     };
     let is_device = |process: &u32| {
+        // Until it has taken its name it may still be a copy of `parador`, which waits for it.
         let name = fs::read_to_string(format!("/proc/{process}/comm"));
-        // Names end after fifteen bytes.
-        name.is_ok_and(|name| WEDGE.starts_with(name.trim()))
+        name.is_ok_and(|name| name.trim() == WEDGE)
     };
     let device = below(child.id()).into_iter().find(is_device);
     device.into_iter().flat_map(|device| std::iter::once(device).chain(below(device))).collect()

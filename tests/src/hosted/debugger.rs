@@ -148,7 +148,11 @@ fn late(rig: &Rig) -> Result<()> {
     let text = thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(2500));
-            send(Signal::CONT)
+            // A list of children may lack some while others end (proc(5)).
+            for _ in 0..20 {
+                send(Signal::CONT);
+                thread::sleep(Duration::from_millis(100));
+            }
         });
         gdb(rig, &["info symbol $rip", "stepi", "info symbol $rip", "detach"])
     })?;

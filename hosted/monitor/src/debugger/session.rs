@@ -195,7 +195,9 @@ impl Session {
             let why = match self.word(of(vcpu, offset_of!(VcpuDebug, reason)))? {
                 reason::BREAKPOINT => MultiThreadStopReason::SwBreak(tid),
                 reason::STEP => signal(Signal::SIGTRAP),
-                _ => signal(Signal::SIGINT),
+                // A requested stop, which came too late and ends by itself. Interruptions by the
+                // debugger are reported when all have stopped.
+                _ => continue,
             };
             self.stop_all()?;
             return Ok(Some(why));
