@@ -17,7 +17,7 @@ pub use guest_kernel::GuestKernel;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::{Level, say};
 pub use memory::Ram;
-use proto::hosted::debug::DebugState;
+use proto::hosted::debug::{DebugState, stop};
 use proto::hosted::layout;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
@@ -45,7 +45,7 @@ const LINGER: Duration = Duration::from_millis(500);
 pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
     let file = shared.try_clone().map(File::from);
     let at = layout::DEBUG + offset_of!(DebugState, wanted) as u64;
-    let written = file.and_then(|file| file.write_all_at(&1_u32.to_le_bytes(), at));
+    let written = file.and_then(|file| file.write_all_at(&stop::REQUESTED.to_le_bytes(), at));
     written.os_error("make the VM wait for the debugger")
 }
 
