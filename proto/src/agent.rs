@@ -32,6 +32,10 @@ pub const VERSION: u16 = 10;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
+/// Port of name servers (RFC 1035, section 4.2).
+pub const DNS_PORT: u16 = 53;
+/// Longest message of DNS in bytes (RFC 1035, section 4.2.2).
+pub const MAX_DNS_MESSAGE: usize = u16::MAX as usize;
 /// Place of the shared directory of [`Root::Pod`], with changes.
 pub const POD: &str = "/pod";
 /// Most directories that are mounted besides the root.
@@ -70,7 +74,7 @@ pub enum Purpose {
         /// Which of its streams.
         stream: Stream,
     },
-    /// [`NameMessage`]s: questions to a name server at this address of the guest, and answers.
+    /// [`DnsMessage`]s: questions to a name server at this address of the guest, and answers.
     Resolver {
         /// Loopback address.
         address: Ipv4Addr,
@@ -84,12 +88,12 @@ pub enum Purpose {
 
 /// Question to a name server, or its answer, as in RFC 1035, section 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NameMessage<'a> {
+pub struct DnsMessage<'a> {
     /// Number of the question.
     pub number: u32,
     /// The question came over TCP, without its length in front; otherwise in a datagram.
     pub is_stream: bool,
-    /// The message, at most 65,535 bytes.
+    /// The message, at most [`MAX_DNS_MESSAGE`].
     pub message: &'a [u8],
 }
 
@@ -391,6 +395,28 @@ pub mod io {
             Ok((message, [])) => Ok(message),
             _ => Err(Error::new(ErrorKind::InvalidData, "a message is malformed")),
         }
+    }
+
+    /// Sends a message of DNS over TCP, after its length (RFC 1035, section 4.2.2).
+    ///
+    /// # Errors
+    /// It is too long, or the stream fails.
+    pub fn send_dns(mut stream: impl Write, message: &[u8]) -> Result<()> {
+        let length = u16::try_from(message.len())
+            .map_err(|_| Error::new(ErrorKind::InvalidInput, "the message is too long"))?;
+        stream.write_all(&[&length.to_be_bytes()[..], message].concat())
+    }
+
+    /// Receives a message of DNS over TCP.
+    ///
+    /// # Errors
+    /// The stream ends before its end, or fails.
+    pub fn receive_dns(mut stream: impl Read) -> Result<Vec<u8>> {
+        let mut length = [0; size_of::<u16>()];
+        stream.read_exact(&mut length)?;
+        let mut message = std::vec![0; u16::from_be_bytes(length).into()];
+        stream.read_exact(&mut message)?;
+        Ok(message)
     }
 
     /// Copies bytes between two connections in both directions, until both have ended or one has

@@ -1,20 +1,16 @@
 //! Name server at a loopback address of the guest, as engines have it in the network namespace of a
 //! container: questions go to the host, which asks the engine's ([`proto::agent::Purpose`]).
 
-use proto::agent::{Answer, NameMessage, VERSION, io as wire};
+use proto::agent::{Answer, DNS_PORT, DnsMessage, MAX_DNS_MESSAGE, VERSION, io as wire};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 
-/// Port of name servers (RFC 1035, section 4.2).
-const PORT: u16 = 53;
 /// Most questions without an answer. The oldest is forgotten: its client asks again.
 const MAX_QUESTIONS: usize = 256;
-/// Longest message in bytes (RFC 1035, section 4.2.2).
-const MAX_NAME_MESSAGE: usize = u16::MAX as usize;
 
 /// Connection to the host, and what waits for answers.
 struct Resolver {
@@ -36,12 +32,12 @@ enum Asker {
 
 /// Listens at an address, and serves questions until the connection to the host ends.
 pub fn serve(connection: &File, address: Ipv4Addr) -> io::Result<()> {
-    let listening = UdpSocket::bind((address, PORT))
-        .and_then(|datagrams| Ok((datagrams, TcpListener::bind((address, PORT))?)));
+    let listening = UdpSocket::bind((address, DNS_PORT))
+        .and_then(|datagrams| Ok((datagrams, TcpListener::bind((address, DNS_PORT))?)));
     let (datagrams, listener) = match listening {
         Ok(listening) => listening,
         Err(error) => {
-            let text = format!("listen at {address}:{PORT}: {error}");
+            let text = format!("listen at {address}:{DNS_PORT}: {error}");
             return wire::send(connection, &Answer::Failed(&text));
         }
     };
@@ -74,13 +70,13 @@ impl Resolver {
     /// Sends a question to the host.
     fn ask(&self, asker: Asker, is_stream: bool, message: &[u8]) -> io::Result<()> {
         let number = self.questions().add(asker);
-        let question = NameMessage { number, is_stream, message };
+        let question = DnsMessage { number, is_stream, message };
         wire::send(&mut *self.host.lock().unwrap_or_else(PoisonError::into_inner), &question)
     }
 
     /// Takes questions that are datagrams until the host has gone.
     fn take_datagrams(&self, socket: &UdpSocket) {
-        let mut room = vec![0; MAX_NAME_MESSAGE];
+        let mut room = vec![0; MAX_DNS_MESSAGE];
         loop {
             match socket.recv_from(&mut room) {
                 Ok((length, from)) => {
@@ -96,27 +92,20 @@ impl Resolver {
 
     /// Takes the questions of a connection until one side ends it.
     fn take_stream(&self, mut stream: TcpStream) {
-        let mut length = [0; 2];
-        while stream.read_exact(&mut length).is_ok() {
-            let mut message = vec![0; u16::from_be_bytes(length).into()];
+        while let Ok(message) = wire::receive_dns(&mut stream) {
             let Ok(own) = stream.try_clone() else { return };
-            if stream.read_exact(&mut message).is_err()
-                || self.ask(Asker::Stream(own), true, &message).is_err()
-            {
+            if self.ask(Asker::Stream(own), true, &message).is_err() {
                 return;
             }
         }
     }
 
     /// Gives an answer of the host to its asker, which may have gone.
-    fn answer(&self, answer: &NameMessage<'_>, datagrams: &UdpSocket) {
+    fn answer(&self, answer: &DnsMessage<'_>, datagrams: &UdpSocket) {
         let asker = self.questions().askers.remove(&answer.number);
-        let Ok(length) = u16::try_from(answer.message.len()) else { return };
         match asker {
             Some(Asker::Datagram(to)) => drop(datagrams.send_to(answer.message, to)),
-            Some(Asker::Stream(mut stream)) => {
-                drop(stream.write_all(&[&length.to_be_bytes()[..], answer.message].concat()));
-            }
+            Some(Asker::Stream(stream)) => drop(wire::send_dns(&stream, answer.message)),
             None => {}
         }
     }

@@ -62,7 +62,7 @@ impl ControlConnection {
     /// # Errors
     /// The agent does not answer, or refuses it: `vm` explains why.
     pub fn stream(&self, vm: &mut AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
-        further(vm, Purpose::Stream { command: self.command, stream })
+        connect_to_agent(vm, Purpose::Stream { command: self.command, stream })
     }
 
     /// Sends a request and waits until it was carried out.
@@ -117,7 +117,7 @@ impl ControlConnection {
 ///
 /// # Errors
 /// The agent does not answer, or refuses it: `vm` explains why.
-pub fn further(vm: &mut AgentVm, purpose: Purpose) -> Result<UnixStream, Failure> {
+pub fn connect_to_agent(vm: &mut AgentVm, purpose: Purpose) -> Result<UnixStream, Failure> {
     match connect(&vm.socket(), || purpose, STREAM) {
         Ok((stream, _)) => Ok(stream),
         Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),

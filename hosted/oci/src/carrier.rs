@@ -18,7 +18,7 @@ use hosted_command::messages::to_stderr;
 use hosted_command::proc_number;
 use hosted_command::supervise;
 use hosted_exec::carrier::Carrier;
-use hosted_exec::connection::further;
+use hosted_exec::connection::connect_to_agent;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
 use hosted_monitor::config::share::{ShareConfig, Tag};
@@ -473,12 +473,12 @@ impl ContainerNetwork {
                 if let Some(network) = &found {
                     network.connect()?;
                 }
-                carrier.request(vm, &AgentRequest::Connect(found.map(|network| network.guest)))?;
+                carrier.request(vm, &AgentRequest::Connect(found.map(PodNetwork::with_mac)))?;
             }
         }
         self.pod.clone().map_or(Ok(()), forward::start)?;
         let Some(address) = resolver::find(&self.mounts) else { return Ok(()) };
-        resolver::relay(further(vm, Purpose::Resolver { address })?, address)
+        resolver::relay(connect_to_agent(vm, Purpose::Resolver { address })?, address)
     }
 }
 

@@ -6,16 +6,15 @@
 //! connects to the address that the client named.
 
 use crate::network::run;
+use crate::tasks::Tasks;
 use hosted_command::failure::{Failure, IoContext};
-use hosted_exec::connection::further;
+use hosted_exec::connection::connect_to_agent;
 use hosted_exec::vm::AgentVm;
 use nix::sys::socket::{getsockopt, sockopt::OriginalDst};
 use proto::agent::{Purpose, io as wire};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::thread::{self, Builder};
 use std::time::Duration;
 
@@ -48,32 +47,24 @@ fn redirect(listener: &TcpListener) -> Result<(), Failure> {
 }
 
 fn serve(listener: &TcpListener, folder: &Path) {
-    let running = Arc::new(AtomicUsize::new(0));
+    let tasks = Tasks::new(MAX_CONNECTIONS);
     for client in listener.incoming() {
         let Ok(client) = client else {
             thread::sleep(INTERVAL);
             continue;
         };
-        if running.load(SeqCst) == MAX_CONNECTIONS {
-            continue;
-        }
-        let (own, mut vm) = (Arc::clone(&running), AgentVm::attach(folder.to_owned()));
-        running.fetch_add(1, SeqCst);
-        let spawned = Builder::new().spawn(move || {
+        let mut vm = AgentVm::attach(folder.to_owned());
+        tasks.spawn(move || {
             // The client sees the end of its connection.
             let _ = forward(&client, &mut vm);
-            own.fetch_sub(1, SeqCst);
         });
-        if spawned.is_err() {
-            running.fetch_sub(1, SeqCst);
-        }
     }
 }
 
 /// Connects a client to the server that it named.
 fn forward(client: &TcpStream, vm: &mut AgentVm) -> Result<(), Failure> {
     let to = original(client).os_error("find the address that a client named")?;
-    let guest = further(vm, Purpose::Forward { to: to.into() })?;
+    let guest = connect_to_agent(vm, Purpose::Forward { to: to.into() })?;
     wire::copy_both(client, &guest).os_error("copy between a client and the guest")
 }
 

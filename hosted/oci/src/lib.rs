@@ -58,6 +58,7 @@ mod seccomp;
 mod share;
 mod store;
 mod systemd;
+mod tasks;
 mod terminal;
 mod view;
 

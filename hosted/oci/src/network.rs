@@ -336,9 +336,15 @@ impl PodNetwork {
                 // The engine mounts a file into each container.
                 resolver: None,
                 mtu: link.mtu,
-                mac: Some(mac.bytes()),
+                // The card has it.
+                mac: None,
             },
         }))
+    }
+
+    /// Returns the configuration for a guest whose card has another MAC address.
+    pub fn with_mac(self) -> Network {
+        Network { mac: Some(self.mac.bytes()), ..self.guest }
     }
 
     fn card(&self) -> Result<NetConfig, Failure> {
@@ -473,10 +479,12 @@ mod tests {
             routes: routes.into_iter().collect(),
             resolver: None,
             mtu: Some(1450),
-            mac: Some([0x6a, 1, 2, 3, 4, 5]),
+            mac: None,
         };
         assert_eq!((&*found.interface, &found.guest, found.is_tap), ("eth0", &guest, false));
         assert_eq!(found.card().unwrap().mtu, Some(1450));
+        let mac = Some([0x6a, 1, 2, 3, 4, 5]);
+        assert_eq!(found.with_mac(), Network { mac, ..guest });
         let tap = LINKS.replace("\"mtu\": 1450", "\"linkinfo\": {\"info_kind\": \"tun\"}");
         let none = [Vec::new(), Vec::new()];
         assert!(PodNetwork::read(tap.as_bytes(), &none).unwrap().unwrap().is_tap);

@@ -3,28 +3,24 @@
 //! agent listens there, and this asks the engine's server.
 
 use crate::mounts::MountPlan;
+use crate::tasks::Tasks;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
-use proto::agent::{NameMessage, io as wire};
-use std::io::{self, Read, Write};
+use proto::agent::{DNS_PORT, DnsMessage, MAX_DNS_MESSAGE, io as wire};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::Duration;
 
 /// Path of the list of name servers (resolv.conf(5)).
 const LIST: &str = "/etc/resolv.conf";
-/// Port of name servers.
-const PORT: u16 = 53;
 /// Time limit of a question; clients ask again after 5 s.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Most questions at a time. Further ones are dropped: their clients ask again.
 const MAX_QUESTIONS: usize = 64;
-/// Longest message in bytes.
-const MAX_MESSAGE: usize = u16::MAX as usize;
 
 /// Returns the first name server with a loopback address that a container has by its mounts.
 pub fn find(mounts: &[MountPlan]) -> Option<Ipv4Addr> {
@@ -47,39 +43,30 @@ fn first_loopback(list: &str) -> Option<Ipv4Addr> {
 pub fn relay(guest: UnixStream, address: Ipv4Addr) -> Result<(), Failure> {
     let serve = move || {
         // It ends with the VM, and if the guest sends what is no question.
-        let _ = serve(&guest, (address, PORT).into());
+        let _ = serve(&guest, (address, DNS_PORT).into());
     };
     Builder::new().spawn(serve).map(drop).os_error("create a thread")
 }
 
 fn serve(guest: &UnixStream, server: SocketAddr) -> io::Result<()> {
     let writer = Arc::new(Mutex::new(guest.try_clone()?));
-    let running = Arc::new(AtomicUsize::new(0));
+    let tasks = Tasks::new(MAX_QUESTIONS);
     let mut room = Vec::new();
     while wire::receive(guest, &mut room)?.is_some() {
-        let question: NameMessage<'_> = wire::read(&room)?;
-        if question.message.len() > MAX_MESSAGE {
+        let question: DnsMessage<'_> = wire::read(&room)?;
+        if question.message.len() > MAX_DNS_MESSAGE {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        if running.load(SeqCst) == MAX_QUESTIONS {
-            continue;
-        }
-        let NameMessage { number, is_stream, message } = question;
-        let message = message.to_vec();
-        let (writer, own) = (Arc::clone(&writer), Arc::clone(&running));
-        running.fetch_add(1, SeqCst);
-        let spawned = Builder::new().spawn(move || {
+        let DnsMessage { number, is_stream, message } = question;
+        let (writer, message) = (Arc::clone(&writer), message.to_vec());
+        tasks.spawn(move || {
             // Without an answer the client asks again, or another server.
             if let Ok(message) = ask(server, is_stream, &message) {
-                let answer = NameMessage { number, is_stream, message: &message };
+                let answer = DnsMessage { number, is_stream, message: &message };
                 let writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
                 let _ = wire::send(&*writer, &answer);
             }
-            own.fetch_sub(1, SeqCst);
         });
-        if spawned.is_err() {
-            running.fetch_sub(1, SeqCst);
-        }
     }
     Ok(())
 }
@@ -90,19 +77,14 @@ fn ask(server: SocketAddr, is_stream: bool, question: &[u8]) -> io::Result<Vec<u
         let mut stream = TcpStream::connect_timeout(&server, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        let length = u16::try_from(question.len()).map_err(io::Error::other)?;
-        stream.write_all(&[&length.to_be_bytes()[..], question].concat())?;
-        let mut length = [0; 2];
-        stream.read_exact(&mut length)?;
-        let mut answer = vec![0; u16::from_be_bytes(length).into()];
-        stream.read_exact(&mut answer)?;
-        return Ok(answer);
+        wire::send_dns(&mut stream, question)?;
+        return wire::receive_dns(&mut stream);
     }
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
     socket.connect(server)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.send(question)?;
-    let mut answer = vec![0; MAX_MESSAGE];
+    let mut answer = vec![0; MAX_DNS_MESSAGE];
     let length = socket.recv(&mut answer)?;
     answer.truncate(length);
     Ok(answer)
@@ -111,6 +93,7 @@ fn ask(server: SocketAddr, is_stream: bool, question: &[u8]) -> io::Result<Vec<u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{Read, Write};
     use std::net::TcpListener;
     use std::thread;
 
@@ -143,12 +126,12 @@ mod tests {
         let (guest, host) = UnixStream::pair().unwrap();
         let served = thread::spawn(move || serve(&host, server).map_err(|error| error.kind()));
         let send = |number, is_stream, message: &[u8]| {
-            wire::send(&guest, &NameMessage { number, is_stream, message }).unwrap();
+            wire::send(&guest, &DnsMessage { number, is_stream, message }).unwrap();
         };
         let mut room = Vec::new();
         let mut receive = || {
             wire::receive(&guest, &mut room).unwrap().unwrap();
-            let answer: NameMessage<'_> = wire::read(&room).unwrap();
+            let answer: DnsMessage<'_> = wire::read(&room).unwrap();
             (answer.number, answer.message.to_vec())
         };
         send(7, false, b"first");
@@ -159,7 +142,7 @@ mod tests {
         assert_eq!(answers, [(7, b"1".to_vec()), (8, b"2".to_vec())]);
         send(9, true, b"a");
         assert_eq!(receive(), (9, b"b".to_vec()));
-        send(10, false, &vec![0; MAX_MESSAGE + 1]);
+        send(10, false, &vec![0; MAX_DNS_MESSAGE + 1]);
         assert_eq!(served.join().unwrap(), Err(io::ErrorKind::InvalidData));
     }
 }

@@ -21,7 +21,8 @@ use crate::system::{artifacts, target};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::io::{PipeWriter, pipe};
+use std::io::{PipeWriter, Read, Write, pipe};
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -33,6 +34,18 @@ const PROGRAMS: [&str; 19] = [
     "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "kill", "ls", "mkdir", "mknod",
     "mount", "nc", "sh", "sleep", "stat", "stty", "true", "tty",
 ];
+
+/// Fetches `/page` from a server at a port of this host's loopback address, with a time limit for
+/// each part of its answer.
+fn fetch(port: u16, limit: Duration) -> Result<String> {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).context("cannot connect")?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
+    let mut answer = String::new();
+    let received = stream.read_to_string(&mut answer);
+    received.with_context(|| format!("cannot receive more than {answer:?}"))?;
+    Ok(answer)
+}
 
 /// An engine's folders, and containers with busybox in them.
 struct Engine {
@@ -66,6 +79,13 @@ impl Engine {
         command.env("PARADOR_ARTIFACTS", &self.artifacts).env("XDG_RUNTIME_DIR", self.path("run"));
         command.current_dir(self.rig.folder());
         command
+    }
+
+    /// Makes an archive of the test's root directory, which engines import as an image.
+    fn make_image(&self, archive: &Path) -> Result<()> {
+        make_root(&self.path("tree"))?;
+        let mut tar = Command::new("tar");
+        succeed(tar.arg("-C").arg(self.path("tree")).arg("-cf").arg(archive).arg("."))
     }
 
     /// Makes a program that is the runtime for engines: they choose its options.

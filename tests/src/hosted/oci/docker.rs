@@ -3,7 +3,7 @@
 //!
 //! The test has a daemon of its own, in a network namespace of its own.
 
-use super::{Engine, GONE, make_root, no_mounts_below, succeed};
+use super::{Engine, GONE, no_mounts_below, succeed};
 use crate::hosted::exec::run;
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
@@ -31,10 +31,8 @@ impl Docker {
         let runtime = engine.make_runtime()?;
         let mut docker = Self { engine, daemon: None };
         docker.start(&runtime)?;
-        make_root(&docker.engine.path("tree"))?;
         let image = docker.engine.path("image.tar");
-        let mut tar = Command::new("tar");
-        succeed(tar.arg("-C").arg(docker.engine.path("tree")).arg("-cf").arg(&image).arg("."))?;
+        docker.engine.make_image(&image)?;
         docker.succeed(&["import", &image.to_string_lossy(), "test:1"])?;
         Ok(docker)
     }

@@ -5,8 +5,6 @@ use super::containerd::{IMAGE, PAGE, PARADOR};
 use super::succeed;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -130,12 +128,8 @@ fn life(cluster: &Cluster) -> Result<()> {
 fn forwarded(cluster: &Cluster) -> Result<()> {
     let forwarded = cluster.forward("web", 8080)?;
     for number in 0..3 {
-        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, forwarded.port))?;
-        stream.set_read_timeout(Some(SLOW))?;
-        stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
-        let mut answer = String::new();
-        let received = stream.read_to_string(&mut answer);
-        received.with_context(|| format!("connection {number}: {answer:?}"))?;
+        let answer = super::fetch(forwarded.port, SLOW);
+        let answer = answer.with_context(|| format!("connection {number}"))?;
         ensure!(answer.ends_with(PAGE), "the forwarded port answers {answer:?}");
     }
     Ok(())

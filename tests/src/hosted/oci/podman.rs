@@ -2,12 +2,12 @@
 
 mod rootless;
 
-use super::{Engine, GONE, make_root, succeed};
+use super::{Engine, GONE, fetch};
 use crate::hosted::exec::run;
 use anyhow::{Context, Result, bail, ensure};
 use rootless::Rootless;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -52,10 +52,8 @@ impl Podman {
         if Command::new("podman").arg("--version").output().is_err() {
             bail!("podman is missing: apt-get install podman");
         }
-        make_root(&self.engine.path("tree"))?;
         let image = self.home.join("image.tar");
-        let mut tar = Command::new("tar");
-        succeed(tar.arg("-C").arg(self.engine.path("tree")).arg("-cf").arg(&image).arg("."))?;
+        self.engine.make_image(&image)?;
         self.succeed(&["import", &image.to_string_lossy(), "test:1"], None)?;
         Ok(self)
     }
@@ -274,7 +272,7 @@ fn published(podman: &Podman) -> Result<()> {
     )?;
     let deadline = Instant::now() + GONE;
     loop {
-        let answer = fetch(port).unwrap_or_else(|error| error.to_string());
+        let answer = fetch(port, Duration::from_secs(5)).unwrap_or_else(|error| error.to_string());
         if answer.ends_with(&format!("{PAGE}\n")) {
             break;
         }
@@ -283,15 +281,6 @@ fn published(podman: &Podman) -> Result<()> {
         sleep(Duration::from_millis(100));
     }
     podman.succeed(&["rm", "--force", "--time", "0", "web"], None)
-}
-
-fn fetch(port: u16) -> Result<String> {
-    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).context("cannot connect")?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).context("cannot receive")?;
-    Ok(answer)
 }
 
 /// A connection by slirp4netns to a server of the host.
