@@ -14,11 +14,11 @@ use serde::Serialize;
 use std::convert::Infallible;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
@@ -97,18 +97,26 @@ pub async fn serve(
     let _ = tokio::time::timeout(LINGER, room.acquire_many(all)).await;
 }
 
-/// Serves one request of a connection.
+/// Serves one request of a connection. A client may close its direction after the request, as
+/// `nc -N` does, and still gets the response; a stream of events ends then.
 async fn connection(stream: impl AsyncRead + AsyncWrite + Unpin, service: &impl Service) {
-    let streams = AtomicBool::new(false);
+    let (replies, streams) = (AtomicBool::new(false), AtomicBool::new(false));
+    let hidden = Mutex::new(None::<Waker>);
     let handler = service_fn(|request| {
-        let streams = &streams;
+        let (streams, hidden) = (&streams, &hidden);
+        // Before hyper reads on.
+        replies.store(true, Relaxed);
         async move {
             let reply = service.reply(request).await;
             let reply = reply.unwrap_or_else(ProblemDetails::into_response);
             streams.store(reply.body().rest.is_some(), Relaxed);
+            if let Some(end) = hidden.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                end.wake();
+            }
             Ok::<_, Infallible>(reply)
         }
     });
+    let stream = Patient { stream, replies: &replies, streams: &streams, hidden: &hidden };
     let mut connection = std::pin::pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
@@ -119,6 +127,54 @@ async fn connection(stream: impl AsyncRead + AsyncWrite + Unpin, service: &impl 
     );
     // Errors of the connection concern only the client.
     while tokio::time::timeout(TIMEOUT, &mut connection).await.is_err() && streams.load(Relaxed) {}
+}
+
+/// Stream whose end hyper does not see while a response is made: it would make none. hyper's own
+/// setting for that (`half_close`) misses clients of event streams that have gone.
+struct Patient<'a, S> {
+    stream: S,
+    /// A request has arrived.
+    replies: &'a AtomicBool,
+    /// Its response is a stream of events.
+    streams: &'a AtomicBool,
+    /// Wakes the connection, whose end was hidden.
+    hidden: &'a Mutex<Option<Waker>>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Patient<'_, S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        room: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = room.remaining();
+        let read = Pin::new(&mut self.stream).poll_read(context, room);
+        let has_ended = matches!(read, Poll::Ready(Ok(()))) && room.remaining() == before;
+        if !has_ended || !self.replies.load(Relaxed) || self.streams.load(Relaxed) {
+            return read;
+        }
+        let waker = context.waker().clone();
+        *self.hidden.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
+        Poll::Pending
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<'_, S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
 }
 
 /// Response body: a text, then streamed lines.
@@ -236,4 +292,51 @@ pub fn check_request(
         return Err(problem);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    /// Replies after a moment: with a text, or with events that do not come.
+    #[derive(Clone)]
+    struct Late;
+
+    impl Service for Late {
+        async fn reply(
+            &self,
+            request: Request<Incoming>,
+        ) -> Result<Response<Payload>, ProblemDetails> {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            let mut response = response("text/plain", "late");
+            if request.uri().path() == "/events" {
+                let (sender, events) = mpsc::channel(1);
+                std::mem::forget(sender);
+                response.body_mut().rest = Some(events);
+            }
+            Ok(response)
+        }
+    }
+
+    fn exchange(request: &str) -> String {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (mut client, server) = UnixStream::pair().unwrap();
+            client.write_all(request.as_bytes()).await.unwrap();
+            client.shutdown().await.unwrap();
+            connection(server, &Late).await;
+            let mut text = String::new();
+            client.read_to_string(&mut text).await.unwrap();
+            text
+        })
+    }
+
+    #[test]
+    fn a_client_that_sends_no_more_gets_its_response() {
+        assert!(exchange("GET /late HTTP/1.0\r\n\r\n").ends_with("\r\n\r\nlate"));
+        // They end, and so do requests that are not complete.
+        assert!(exchange("GET /events HTTP/1.0\r\n\r\n").starts_with("HTTP/1.0 200"));
+        assert_eq!(exchange("GET /late"), "");
+    }
 }
