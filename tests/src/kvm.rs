@@ -148,7 +148,8 @@ pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let guests =
         |root: &Path| ["interrupts", "refused"].iter().try_for_each(|name| copy_guest(name, root));
-    let text = succeed(emulated(folder.path(), SCRIPT, guests)?.stdin(Stdio::null()))?;
+    let mut machine = emulated(folder.path(), SCRIPT, guests)?;
+    let text = succeed(with_counted_time(&mut machine).stdin(Stdio::null()))?;
     check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
 }
 
@@ -173,6 +174,12 @@ pub fn emulated(
     machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
     machine.current_dir(folder);
     Ok(machine)
+}
+
+/// Counts the time of an emulated host in instructions while it is busy: on a busy machine the
+/// timer ticks of a Linux in its VM, each of which is several exits, would take all of it.
+fn with_counted_time(machine: &mut Command) -> &mut Command {
+    machine.args(["-icount", "shift=1"])
 }
 
 /// Script of an emulated host whose VMs are debugged by GDB on this host, over its second serial
@@ -204,7 +211,7 @@ echo "== end"
 pub fn debugged() -> Result<()> {
     let rig = Rig::new()?;
     let mut machine = emulated(rig.folder(), DEBUGGED, no_files)?;
-    machine.args(["-serial", "unix:gdb,server=on,wait=off"]);
+    with_counted_time(&mut machine).args(["-serial", "unix:gdb,server=on,wait=off"]);
     let mut host = Host::start(&mut machine)?;
     let mut sessions = || {
         host.until("== first")?;
