@@ -28,7 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -185,6 +185,8 @@ pub enum Root<'a> {
         tag: &'a str,
         /// The first disk has an empty ext4 file system for changes of containers.
         has_scratch: bool,
+        /// Path of the folder with the kernel's modules; empty: there is none.
+        modules: &'a [u8],
     },
 }
 
@@ -296,7 +298,13 @@ pub enum Answer<'a> {
     #[cfg(feature = "std")]
     Statistics(ContainerStatistics),
     /// The command has ended, and all of its output was sent.
-    Ended(End),
+    Ended {
+        /// Its exit code or signal.
+        end: End,
+        /// It was the first process of a container, of which the kernel has killed processes for
+        /// lack of memory.
+        lacked_memory: bool,
+    },
 }
 
 /// End of a command.

@@ -89,11 +89,17 @@ fn remove_tree(place: &Path) -> io::Result<()> {
     fs::remove_dir(place)
 }
 
+/// Returns whether the kernel has killed processes of a container for lack of memory.
+pub fn lacked_memory(name: &str) -> bool {
+    let events = fs::read_to_string(place(name).join("memory.events"));
+    events.is_ok_and(|events| value(&events, "oom_kill") > 0)
+}
+
 /// Removes the cgroup of a container that could not be prepared, and returns the reason.
 pub fn abandon(name: &str, error: io::Error) -> io::Error {
-    let killed = statistics(name).is_ok_and(|all| all.oom_kills > 0);
+    let lacked_memory = lacked_memory(name);
     remove(name);
-    match killed {
+    match lacked_memory {
         // The words of runc.
         true => io::Error::other(
             "prepare the process: container init was OOM-killed (memory limit too low?)",

@@ -5,7 +5,7 @@ use crate::container::{self, Member};
 use crate::enter::{Entering, Job};
 use crate::{ENTER, cgroup, stream, users};
 use proto::agent::container::{Container, ContainerProcess};
-use proto::agent::{CommandUser, End, GuestCommand, Stream, TerminalSize};
+use proto::agent::{Answer, CommandUser, End, GuestCommand, Stream, TerminalSize};
 use rustix::process::{Pid, Signal, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
@@ -75,18 +75,23 @@ pub fn start(
     Ok((running, ending))
 }
 
-/// Makes a container and prepares its first process.
+/// Makes a container and prepares its first process. One without a PID namespace of its own has
+/// that of the sandbox, whose first process is `sandbox`.
 pub fn create(
     children: &Children,
     container: Container<'_>,
+    sandbox: Option<Pid>,
     streams: Streams,
 ) -> io::Result<(Running, Prepared)> {
     let command = container.process.command.clone();
     let (name, is_own) = (container.name.to_owned(), container.namespaces.pid);
     check_name(&name)?;
-    let spawn = |process: &mut Command| match is_own {
-        true => children.spawn_in(container::new_pid_namespace, process),
-        false => children.spawn(process),
+    let sandbox =
+        sandbox.map(|first| Member { name: container.sandbox, first: container::number(first) });
+    let spawn = |process: &mut Command| match (is_own, sandbox) {
+        (true, _) => children.spawn_in(container::new_pid_namespace, process),
+        (false, Some(sandbox)) => children.spawn_in(move || sandbox.enter_pid_namespace(), process),
+        (false, None) => children.spawn(process),
     };
     prepare(spawn, &Job::Container(container), &command, streams, Some(name))
 }
@@ -293,8 +298,8 @@ impl Running {
 }
 
 impl Ending {
-    /// Waits for the end of the command and until its output was copied.
-    pub fn wait(self) -> End {
+    /// Waits for the end of the command and until its output was copied; returns the report.
+    pub fn wait(self) -> Answer<'static> {
         // The sender lives until the end.
         let end = self.end.recv().unwrap_or(End::Exited(u8::MAX));
         drop(self.running);
@@ -305,10 +310,11 @@ impl Ending {
             // A panic of the thread has been reported.
             let _ = copy.join();
         }
+        let lacked_memory = self.container.as_deref().is_some_and(cgroup::lacked_memory);
         if let Some(name) = self.container {
             cgroup::remove(&name);
         }
-        end
+        Answer::Ended { end, lacked_memory }
     }
 }
 

@@ -265,7 +265,9 @@ impl Control<'_> {
             return Err(io::Error::other(format!("create the container {name}: it exists")));
         }
         let streams = self.streams()?;
-        let (running, prepared) = command::create(&self.agent.children, container, streams)?;
+        let sandbox = self.agent.commands().containers.get(container.sandbox).copied();
+        let children = &self.agent.children;
+        let (running, prepared) = command::create(children, container, sandbox, streams)?;
         self.agent.commands().containers.insert(name.clone(), running.pid());
         self.running = Some(running);
         self.prepared = Some(prepared);
@@ -292,12 +294,12 @@ impl Control<'_> {
     fn report_end(&self, ending: Ending) -> io::Result<()> {
         let connection = Arc::clone(&self.connection);
         let report = move || {
-            let end = ending.wait();
+            let ended = ending.wait();
             // What programs have mapped and changed reaches the host's files.
             rustix::fs::sync();
             let connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
             // A host that has gone needs no report.
-            let _ = send(&connection, &Answer::Ended(end));
+            let _ = send(&connection, &ended);
         };
         thread::Builder::new().spawn(report).map(drop)
     }

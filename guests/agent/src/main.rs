@@ -16,6 +16,7 @@ mod copy_up;
 mod enter;
 mod forward;
 mod listener;
+mod modules;
 mod network;
 mod privileges;
 mod resolver;
@@ -23,6 +24,7 @@ mod root;
 mod stream;
 mod users;
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -31,8 +33,11 @@ use std::sync::Arc;
 const ENTER: &str = "enter";
 
 fn main() -> ExitCode {
-    if std::env::args_os().nth(1).is_some_and(|first| first == ENTER) {
-        return enter::become_process();
+    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    match arguments.first().and_then(|first| first.to_str()) {
+        Some(ENTER) => return enter::become_process(),
+        Some(modules::REQUEST) => return load_module(&arguments),
+        _ => {}
     }
     if std::process::id() != 1 {
         eprintln!("parador-agent: it is process 1 of a guest of `parador exec` or `parador oci`");
@@ -41,6 +46,15 @@ fn main() -> ExitCode {
     let Err(error) = serve() else { return ExitCode::SUCCESS };
     eprintln!("parador-agent: {error}");
     power_off()
+}
+
+/// Loads what the kernel requests, the last argument. The kernel reports that it is missing.
+fn load_module(arguments: &[OsString]) -> ExitCode {
+    let request = arguments.last().and_then(|name| name.to_str()).unwrap_or_default();
+    match modules::load(request) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
 }
 
 /// Serves connections. Returns only with an error.

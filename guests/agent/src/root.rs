@@ -1,7 +1,7 @@
 //! File systems of the guest: its root below an overlay in memory, those of the kernel, and shared
 //! directories.
 
-use crate::container;
+use crate::{container, modules};
 use proto::agent::{Guest, Mount, POD, Root};
 use rustix::fs::{self, Mode};
 use rustix::io::Errno;
@@ -110,8 +110,11 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         Root::Pod { .. } => {}
     }
     match &guest.root {
-        Root::Pod { tag, has_scratch } => {
+        Root::Pod { tag, has_scratch, modules } => {
             mount_pod(tag, *has_scratch)?;
+            if !modules.is_empty() {
+                modules::link(Path::new(NEW), Path::new(OsStr::from_bytes(modules)))?;
+            }
             // Some kernel has no compiler.
             let (file, value) = NO_COMPILATION;
             let _ = files::write(file, value);
@@ -126,6 +129,7 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         TRACING.iter().filter(has_place).try_for_each(|entry| mount_in(new, entry))?;
     }
     enter_new_root()?;
+    modules::become_loader()?;
     for (target, link) in LINKS {
         // The kernel's file system of devices is new.
         symlink(target, link)?;

@@ -26,6 +26,15 @@ const FOREVER: Duration = Duration::from_secs(1 << 32);
 /// Bytes copied at once.
 const ROOM: usize = 64 << 10;
 
+/// End of a command that was carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Carried {
+    /// Its exit code, or 128 and the number of the signal that killed it.
+    pub code: u8,
+    /// Processes of its container were killed for lack of memory.
+    pub lacked_memory: bool,
+}
+
 /// Carrier: this process, connected to the agent.
 pub struct Carrier {
     control: ControlConnection,
@@ -95,13 +104,12 @@ impl Carrier {
         self.control.request(vm, request)
     }
 
-    /// Moves bytes and signals until the end of the command, which was started, and returns its
-    /// exit code.
+    /// Moves bytes and signals until the end of the command, which was started.
     ///
     /// # Errors
     /// The VM ends before the command; the time limit: 124; the command's output cannot be written,
     /// as on a full disk.
-    pub fn carry(self, vm: &mut AgentVm, deadline: Option<Instant>) -> Result<u8, Failure> {
+    pub fn carry(self, vm: &mut AgentVm, deadline: Option<Instant>) -> Result<Carried, Failure> {
         let Self { control, signals, streams, has_terminal } = self;
         let _raw = has_terminal.then(Raw::enter);
         let outputs = streams.copy()?;
@@ -109,16 +117,13 @@ impl Carrier {
         let end = end_of(&control)?;
         let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
         match end.recv_timeout(limit) {
-            Ok(Ok(Some(end))) => {
+            Ok(Ok(Some(carried))) => {
                 // A panic of a thread has been reported.
                 let failed = outputs.into_iter().filter_map(|output| output.join().ok().flatten());
                 if let Some(error) = failed.collect::<Vec<_>>().first() {
                     return Err(Failure::os("write the command's output", error));
                 }
-                Ok(match end {
-                    End::Exited(code) => code,
-                    End::Signalled(signal) => 128_u8.wrapping_add(signal),
-                })
+                Ok(carried)
             }
             Err(RecvTimeoutError::Timeout) => {
                 Err(Failure::new(failure::TIMEOUT, "time limit reached"))
@@ -252,7 +257,7 @@ fn forward(mut signals: Signals, control: &ControlConnection) -> Result<(), Fail
 
 /// Returns what receives the end of the command, or the error of a malformed message; `None`: the
 /// connection has ended before.
-fn end_of(control: &ControlConnection) -> Result<Receiver<io::Result<Option<End>>>, Failure> {
+fn end_of(control: &ControlConnection) -> Result<Receiver<io::Result<Option<Carried>>>, Failure> {
     let (sender, receiver) = sync_channel(1);
     let control = control.stream.try_clone().os_error("copy a descriptor")?;
     // A command may run for ever.
@@ -269,7 +274,7 @@ fn end_of(control: &ControlConnection) -> Result<Receiver<io::Result<Option<End>
     Ok(receiver)
 }
 
-fn receive_end(control: &UnixStream) -> io::Result<Option<End>> {
+fn receive_end(control: &UnixStream) -> io::Result<Option<Carried>> {
     let mut room = Vec::new();
     match wire::receive(control, &mut room) {
         Ok(Some(())) => {}
@@ -279,7 +284,13 @@ fn receive_end(control: &UnixStream) -> io::Result<Option<End>> {
         Err(_) => return Ok(None),
     }
     match wire::read(&room)? {
-        Answer::Ended(end) => Ok(Some(end)),
+        Answer::Ended { end, lacked_memory } => {
+            let code = match end {
+                End::Exited(code) => code,
+                End::Signalled(signal) => 128_u8.wrapping_add(signal),
+            };
+            Ok(Some(Carried { code, lacked_memory }))
+        }
         answer => Err(io::Error::other(format!("unexpected answer {answer:?}"))),
     }
 }
@@ -290,7 +301,7 @@ mod tests {
     use crate::testing::frame;
     use std::io::Write;
 
-    fn received(bytes: &[u8]) -> io::Result<Option<End>> {
+    fn received(bytes: &[u8]) -> io::Result<Option<Carried>> {
         let (host, guest) = UnixStream::pair().unwrap();
         (&guest).write_all(bytes).unwrap();
         drop(guest);
@@ -299,8 +310,10 @@ mod tests {
 
     #[test]
     fn ends_are_received() {
-        let end = End::Exited(7);
-        assert_eq!(received(&frame(&Answer::Ended(end))).unwrap(), Some(end));
+        for (end, code) in [(End::Exited(7), 7), (End::Signalled(9), 137)] {
+            let ended = frame(&Answer::Ended { end, lacked_memory: true });
+            assert_eq!(received(&ended).unwrap(), Some(Carried { code, lacked_memory: true }));
+        }
         assert_eq!(received(&[]).unwrap(), None);
         assert_eq!(received(&[1, 0]).unwrap(), None);
         for malformed in [&[1, 0, 0, 0, 0xff][..], &[0xff; 8], &frame(&Answer::Done)] {

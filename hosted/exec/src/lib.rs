@@ -232,7 +232,7 @@ fn carry(
     };
     let command = plan.command(carrier.terminal())?;
     carrier.request(vm, &AgentRequest::Start(command))?;
-    carrier.carry(vm, deadline)
+    carrier.carry(vm, deadline).map(|carried| carried.code)
 }
 
 #[cfg(test)]

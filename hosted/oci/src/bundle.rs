@@ -6,6 +6,7 @@ use crate::cgroup::{CpuSet, HostLimits};
 use crate::devices;
 use crate::hooks;
 use crate::mounts::MountPlan;
+use crate::network;
 use crate::refuse;
 use crate::resources::StatedLimits;
 use crate::store::{ContainerRecord, Store};
@@ -38,8 +39,20 @@ const SUM_SHARES: &str = "io.kubernetes.cri.sandbox-cpu-shares";
 /// Microseconds of CPU time are granted for this period, unless another one is stated.
 const PERIOD: u64 = 100_000;
 /// Character devices that a guest has (`Documentation/admin-guide/devices.txt` in Linux).
-const DEVICES: [(i64, i64); 9] =
-    [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 1), (5, 2)];
+const DEVICES: [(i64, i64); 11] = [
+    (1, 3),
+    (1, 5),
+    (1, 7),
+    (1, 8),
+    (1, 9),
+    (1, 11),
+    (5, 0),
+    (5, 1),
+    (5, 2),
+    // /dev/net/tun and /dev/fuse.
+    (10, 200),
+    (10, 229),
+];
 
 /// Configuration of a container, checked.
 #[derive(Debug)]
@@ -155,7 +168,7 @@ impl Bundle {
             linux.set_devices(devices);
         }
         check_linux(&linux)?;
-        let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
+        let (namespaces, network) = namespaces(&linux, is_sandbox, sandbox.is_some())?;
         // For ordinary users podman mounts the host's devices.
         let is_left_out = |mount: &&Mount| is_privileged && is_host_device(mount);
         let mounts = spec.mounts().iter().flatten().filter(|mount| !is_left_out(mount));
@@ -266,14 +279,29 @@ fn check_device(device: &LinuxDevice) -> Result<(), Failure> {
     }
 }
 
+/// Namespaces that the containers of a pod can share.
+const OF_PODS: [LinuxNamespaceType; 3] =
+    [LinuxNamespaceType::Pid, LinuxNamespaceType::Ipc, LinuxNamespaceType::Uts];
+
 /// Returns the namespaces of the container's own, and the path of its network namespace.
-fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<PathBuf>), Failure> {
+fn namespaces(
+    linux: &Linux,
+    is_sandbox: bool,
+    is_member: bool,
+) -> Result<(Namespaces, Option<PathBuf>), Failure> {
     let all: Vec<LinuxNamespace> = linux.namespaces().clone().unwrap_or_default();
     let find = |kind| all.iter().find(|namespace| namespace.typ() == kind);
     let own = |kind, name: &str| match find(kind).map(|it| it.path()) {
         Some(None) => Ok(true),
         // Those of the pod are those of the guest.
         Some(Some(_)) if is_member => Ok(false),
+        // CRI-O makes those of a pod on the host.
+        Some(Some(path)) if is_sandbox && OF_PODS.contains(&kind) => match fs::metadata(path) {
+            Ok(found) if network::is_of_host(&found, kind) => {
+                Err(refuse(format!("a VM cannot have the host's {name} namespace")))
+            }
+            _ => Ok(false),
+        },
         Some(Some(path)) => Err(refuse(format!(
             "namespace {}: a VM cannot join another {name} namespace",
             path.display()
@@ -289,11 +317,11 @@ fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<Path
             return Err(refuse(format!("a VM cannot have the host's {name} namespace")));
         }
     }
-    let namespaces = Namespaces {
-        pid: own(LinuxNamespaceType::Pid, "PID")?,
-        ipc: own(LinuxNamespaceType::Ipc, "IPC")?,
-        uts: own(LinuxNamespaceType::Uts, "UTS")?,
-    };
+    let pid = own(LinuxNamespaceType::Pid, "PID")?;
+    let ipc = own(LinuxNamespaceType::Ipc, "IPC")?;
+    let uts = own(LinuxNamespaceType::Uts, "UTS")?;
+    // Those of a sandbox are for all containers of the pod: they are the guest's.
+    let namespaces = Namespaces { pid, ipc: ipc && !is_sandbox, uts: uts && !is_sandbox };
     own(LinuxNamespaceType::Mount, "mount")?;
     own(LinuxNamespaceType::User, "user")?;
     let network = find(LinuxNamespaceType::Network).and_then(|it| it.path().clone());
@@ -388,6 +416,24 @@ mod tests {
         assert_eq!(bundle.network, Some("/run/netns/x".into()));
         assert_eq!(bundle.namespaces, Namespaces { pid: true, ipc: true, uts: true });
         assert_eq!((bundle.sandbox, bundle.memory), (None, Size(2 << 30)));
+    }
+
+    #[test]
+    fn namespaces_of_a_pod_are_those_of_the_guest() {
+        let mut sandbox = with("", "annotations", json!({ KINDS[1]: SANDBOX }));
+        let namespaces = |spec: &Value| open(spec.clone()).map(|bundle| bundle.namespaces);
+        let of_sandbox = Namespaces { pid: true, ipc: false, uts: false };
+        assert_eq!(namespaces(&sandbox), Ok(of_sandbox));
+        // Those that CRI-O has made.
+        let all = sandbox["linux"]["namespaces"].as_array_mut().unwrap();
+        for namespace in all.iter_mut().filter(|it| it["type"] == "ipc" || it["type"] == "uts") {
+            namespace["path"] = json!("/run/ipcns/x");
+        }
+        assert_eq!(namespaces(&sandbox), Ok(of_sandbox));
+        let all = sandbox["linux"]["namespaces"].as_array_mut().unwrap();
+        all.iter_mut().find(|it| it["type"] == "mount").unwrap()["path"] = json!("/run/x");
+        let text = "namespace /run/x: a VM cannot join another mount namespace";
+        assert_eq!(namespaces(&sandbox), Err(text.to_owned()));
     }
 
     #[test]
@@ -513,16 +559,18 @@ mod tests {
         assert_eq!(without("pid"), "a VM cannot have the host's PID namespace");
         assert_eq!(without("ipc"), "a VM cannot have the host's IPC namespace");
         let mut foreign = spec();
-        foreign["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
-        let text = "namespace /proc/1/ns/pid: a VM cannot join another PID namespace";
+        foreign["linux"]["namespaces"][0]["path"] = json!("/proc/self/ns/pid");
+        let text = "namespace /proc/self/ns/pid: a VM cannot join another PID namespace";
         assert_eq!(refused(foreign.clone()), text);
         foreign["annotations"] = json!({ KINDS[0]: "container", SANDBOXES[0]: "pod" });
         let member = open(foreign.clone()).unwrap();
         assert!(!member.namespaces.pid && member.sandbox.as_deref() == Some("pod"));
+        foreign["annotations"] = json!({ KINDS[1]: SANDBOX });
+        assert_eq!(refused(foreign.clone()), "a VM cannot have the host's PID namespace");
         foreign["annotations"] = json!({ KINDS[1]: "other" });
         assert_eq!(refused(foreign), "unknown type of a container: \"other\"");
-        let device = json!([{ "path": "/dev/fuse", "type": "c", "major": 10, "minor": 229 }]);
-        let text = "device /dev/fuse: a VM has no devices of the host";
+        let device = json!([{ "path": "/dev/kvm", "type": "c", "major": 10, "minor": 232 }]);
+        let text = "device /dev/kvm: a VM has no devices of the host";
         assert_eq!(refused(with("/linux", "devices", device)), text);
         let hooks = json!({ "startContainer": [{ "path": "/bin/true" }] });
         assert!(refused(with("", "hooks", hooks)).starts_with("hooks.startContainer: a VM cannot"));

@@ -11,13 +11,15 @@ use crate::mounts::MountPlan;
 use crate::network::{PodNetwork, VmNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
 use crate::view::View;
-use crate::{balloon, cgroup, forward, refuse, report, resolver, scratch, share, terminal};
+use crate::{
+    balloon, cgroup, forward, refuse, report, resolver, scratch, share, shortage, terminal,
+};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_command::messages::to_stderr;
 use hosted_command::proc_number;
 use hosted_command::supervise;
-use hosted_exec::carrier::Carrier;
+use hosted_exec::carrier::{Carried, Carrier};
 use hosted_exec::connection::connect_to_agent;
 use hosted_exec::vm::{self, AgentVm};
 use hosted_monitor::config::Config;
@@ -25,7 +27,7 @@ use hosted_monitor::config::share::{ShareConfig, Tag};
 use hosted_monitor::config::vm::VmConfig;
 use nix::sched::{CloneFlags, unshare};
 use oci_spec::runtime::Process;
-use proto::agent::{AgentRequest, Guest, Purpose, Root};
+use proto::agent::{AgentRequest, Guest, POD, Purpose, Root};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, kill_process, setsid};
 use signal_hook::consts::{
@@ -37,6 +39,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -246,11 +249,11 @@ fn container(
     let prepared = Container::prepare(global, store, carry, enter);
     let is_reported = send(reporter, &prepared).is_ok();
     let Ok(container) = prepared else { return LOST };
-    let Container { mut vm, network, carrier, listener, sandbox } = container;
+    let Container { mut vm, network, carrier, listener, sandbox, cgroups } = container;
     // Without the process that has started it, no engine knows of the container.
     let carried = match is_reported {
         true => wait_and_carry(&mut vm, &network, carrier, &listener),
-        false => Ok(LOST),
+        false => Ok(Carried { code: LOST, lacked_memory: false }),
     };
     if carried.is_err()
         && let Some(vm) = sandbox.and_then(ProcessId::pid)
@@ -259,13 +262,19 @@ fn container(
         // ended, and this process is not its parent.
         let _ = kill_process(vm, Signal::TERM);
     }
-    // The engine does its part meanwhile; `delete` waits for the end.
-    vm.let_end();
+    match carried {
+        Ok(Carried { lacked_memory: true, .. }) => {
+            vm.end();
+            shortage::report(&cgroups);
+        }
+        // The engine does its part meanwhile; `delete` waits for the end.
+        _ => vm.let_end(),
+    }
     exit_code(carried)
 }
 
-fn exit_code(carried: Result<u8, Failure>) -> u8 {
-    carried.unwrap_or_else(|failure| {
+fn exit_code(carried: Result<Carried, Failure>) -> u8 {
+    carried.map(|carried| carried.code).unwrap_or_else(|failure| {
         to_stderr(format_args!("parador-oci: {}\n", report::text(&failure)));
         LOST
     })
@@ -279,6 +288,8 @@ struct Container {
     listener: UnixListener,
     /// Process of the VM if it is that of a sandbox.
     sandbox: Option<ProcessId>,
+    /// Cgroups of the container on the host.
+    cgroups: Vec<PathBuf>,
 }
 
 /// Network of a container, for its start.
@@ -323,7 +334,8 @@ impl Container {
                 let sandbox = vm_process(&state.vm_folder).filter(|_| is_member);
                 let pod = bundle.is_sandbox.then(|| state.vm_folder.clone());
                 let network = ContainerNetwork { of_vm: vm.1, mounts: bundle.mounts, pod };
-                Ok(Self { vm: vm.0, network, carrier, listener, sandbox })
+                let cgroups = state.cgroups;
+                Ok(Self { vm: vm.0, network, carrier, listener, sandbox, cgroups })
             }
             Err(failure) => {
                 vm.0.end();
@@ -342,9 +354,15 @@ impl Container {
             VmNetwork::Found(network) => Some(network),
             VmNetwork::Missing | VmNetwork::Awaited => None,
         };
+        let modules = share::modules_of(&state.vm_folder, &state.id);
+        let modules = modules.map(|modules| Path::new(POD).join(modules)).unwrap_or_default();
         let set_up = AgentRequest::Configure(Guest {
             name: if bundle.hostname.is_empty() { "parador" } else { &bundle.hostname },
-            root: Root::Pod { tag: TAG, has_scratch: state.vm_scratch.is_some() },
+            root: Root::Pod {
+                tag: TAG,
+                has_scratch: state.vm_scratch.is_some(),
+                modules: modules.as_os_str().as_bytes(),
+            },
             mounts: heapless::Vec::new(),
             network: found.as_ref().map(|network| network.guest.clone()),
         });
@@ -435,10 +453,10 @@ fn wait_and_carry(
     network: &ContainerNetwork,
     mut carrier: Carrier,
     listener: &UnixListener,
-) -> Result<u8, Failure> {
+) -> Result<Carried, Failure> {
     let stream = loop {
         if let Some(code) = carrier.early_end() {
-            return Ok(code);
+            return Ok(Carried { code, lacked_memory: false });
         }
         let watched = [listener.as_fd(), carrier.control()];
         let mut waiting = watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN));
@@ -533,5 +551,5 @@ pub fn carry_here(
     process: &Process,
 ) -> Result<u8, Failure> {
     let (mut vm, carrier) = enter(store, state, process)?;
-    carrier.carry(&mut vm, None)
+    carrier.carry(&mut vm, None).map(|carried| carried.code)
 }

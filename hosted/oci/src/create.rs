@@ -10,6 +10,7 @@ use crate::{carrier, cgroup, hooks, lifecycle, refuse, report, scratch, share};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
 use hosted_monitor::runtime::RuntimeFolder;
+use hosted_monitor::vm_files::KernelFile;
 use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io::Write;
@@ -117,7 +118,11 @@ fn build(
         // An `update` before may have taken memory that this container is allowed.
         balloon::fit(store, &state.vm_folder, Change::Deflate)?;
     }
-    share::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
+    // The start of the VM reports a kernel that is missing.
+    let kernel = state.has_own_vm().then(|| KernelFile::find(global.kernel.as_deref()).ok());
+    let modules = kernel.flatten().and_then(|kernel| kernel.modules());
+    let modules = modules.as_deref();
+    share::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts, modules)?;
     let console = arguments.console_socket.as_deref();
     let mut carrier = carrier::start(global, &state, console, None)?;
     if let Err(failure) = run_hooks(store, id, bundle) {

@@ -26,6 +26,7 @@
 //! | `network` | the pod's network namespace: addresses, a tap device |
 //! | `terminal` | pseudoterminals for engines |
 //! | `view` | namespaces of a carrier that engines enter |
+//! | `shortage` | lack of memory in the guest, as the engine learns of it |
 //! | `carrier` | the carrier of a container, and that of another process in it |
 //! | `resources` | limits, `update`, `events` |
 //! | `balloon` | memory that the guest returns to the host after `update` |
@@ -56,6 +57,7 @@ mod resources;
 mod scratch;
 mod seccomp;
 mod share;
+mod shortage;
 mod store;
 mod systemd;
 mod tasks;

@@ -5,7 +5,7 @@ use crate::carrier::REAL_TIME;
 use crate::hooks::Stage;
 use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{carrier, cgroup, create, hooks, refuse, report, resources, scratch, share};
+use crate::{carrier, cgroup, create, hooks, refuse, report, resources, scratch, share, shortage};
 use host_linux::sys::{NumberCall, call_with_numbers};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::input;
@@ -100,6 +100,7 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
         }
         RuntimeCommand::Features => print(format!("{:#}\n", features())).map(|()| 0),
         RuntimeCommand::Carry(arguments) => carrier::become_carrier(global, arguments),
+        RuntimeCommand::Exceed { bytes } => shortage::use_memory(*bytes).map(|()| 0),
     }
 }
 

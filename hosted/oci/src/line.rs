@@ -129,6 +129,9 @@ pub enum RuntimeCommand {
     /// Become the carrier of a container or of another process.
     #[command(hide = true)]
     Carry(Carry),
+    /// Use more memory than this process' cgroup permits.
+    #[command(hide = true)]
+    Exceed { bytes: usize },
 }
 
 #[derive(Debug, Args)]

@@ -225,6 +225,7 @@ impl<'a> ContainerMessage<'a> {
             has_scratch: self.state.vm_scratch.is_some(),
             hostname: &self.bundle.hostname,
             namespaces: self.bundle.namespaces,
+            sandbox: self.bundle.sandbox.as_deref().unwrap_or_default(),
             mounts: mounts.collect(),
             has_all_devices: self.bundle.is_privileged,
             devices: linux.devices().iter().flatten().map(device).collect(),

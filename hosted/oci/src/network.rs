@@ -15,10 +15,11 @@ use hosted_command::failure::{Failure, IoContext};
 use hosted_command::input;
 use hosted_monitor::config::net::{DeviceName, Mac, NetConfig};
 use nix::sched::{CloneFlags, unshare};
+use oci_spec::runtime::LinuxNamespaceType;
 use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
@@ -113,21 +114,23 @@ struct FoundRoute {
 fn enter(namespace: &Path) -> Result<(), Failure> {
     let opened = input::try_open(namespace);
     let file = opened.file_error("open the network namespace", namespace)?;
-    if is_of_host(&file).file_error("examine the network namespace", namespace)? {
+    let found = file.metadata().file_error("examine the network namespace", namespace)?;
+    if is_of_host(&found, LinuxNamespaceType::Network) {
         return Err(refuse(OF_HOST));
     }
     move_to(&file).file_error("enter the network namespace", namespace)
 }
 
-/// Returns whether a network namespace is that of this process, in which engines start it, or of
-/// the host's first process.
-fn is_of_host(namespace: &File) -> std::io::Result<bool> {
-    let own = namespace.metadata()?;
-    let is_same = |path: &str| {
+/// Returns whether a namespace is that of this process, in which engines start it, or of the host's
+/// first process.
+pub fn is_of_host(namespace: &Metadata, kind: LinuxNamespaceType) -> bool {
+    let is_same = |process: &str| {
+        let other =
+            fs::metadata(Path::new("/proc").join(process).join("ns").join(kind.to_string()));
         // An ordinary user may not examine the first process.
-        fs::metadata(path).is_ok_and(|other| (other.dev(), other.ino()) == (own.dev(), own.ino()))
+        other.is_ok_and(|other| (other.dev(), other.ino()) == (namespace.dev(), namespace.ino()))
     };
-    Ok(["/proc/self/ns/net", "/proc/1/ns/net"].into_iter().any(is_same))
+    ["self", "1"].into_iter().any(is_same)
 }
 
 /// Moves this thread to an open network namespace.

@@ -7,6 +7,7 @@
 //! | `share` | the same, mounted read-only: what the VM shares |
 //! | `share/ID/root` | root directory of container ID |
 //! | `share/ID/0`, `share/ID/1` ... | its bind mounts, in the order of the configuration |
+//! | `share/ID/modules` | the modules of the guest's kernel, if it is the VM's first container |
 //!
 //! The guest may be hostile, and the host follows paths in this directory. Hence it can change what
 //! is mounted, but none of the folders on the way. A mount has all of its attributes before it
@@ -34,6 +35,8 @@ const SHARE: &str = "share";
 const MOUNT_POINTS: &str = "mount-points";
 /// Root directory in a container's part of them.
 const ROOT: &str = "root";
+/// Folder with the modules of the guest's kernel there.
+const MODULES: &str = "modules";
 /// Mounts of this process (proc(5)).
 const MOUNTS: &str = "/proc/self/mountinfo";
 
@@ -50,6 +53,13 @@ pub fn root_of(id: &str) -> PathBuf {
 /// Returns the path of a bind mount below the shared directory.
 pub fn bind_of(id: &str, index: usize) -> PathBuf {
     Path::new(id).join(index.to_string())
+}
+
+/// Returns the path of the modules of the guest's kernel below the shared directory, if they were
+/// mounted.
+pub fn modules_of(vm_folder: &Path, id: &str) -> Option<PathBuf> {
+    let modules = Path::new(id).join(MODULES);
+    path(vm_folder).join(&modules).is_dir().then_some(modules)
 }
 
 /// Makes the shared directory of a VM.
@@ -81,7 +91,8 @@ pub fn unmount_shared(vm_folder: &Path) -> Result<(), Failure> {
     unmount_those(|place| place == share)
 }
 
-/// Mounts the root and the bind mounts of a container into the shared directory.
+/// Mounts the root and the bind mounts of a container into the shared directory, and the modules of
+/// the guest's kernel if there are any.
 ///
 /// # Errors
 /// One does not exist or cannot be mounted.
@@ -90,12 +101,13 @@ pub fn mount_all(
     id: &str,
     rootfs: &Path,
     mounts: &[MountPlan],
+    modules: Option<&Path>,
 ) -> Result<(), Failure> {
     let own = vm_folder.join(MOUNT_POINTS).join(id);
     DirBuilder::new().mode(Mode::RWXU.bits()).create(&own).file_error("create", &own)?;
-    let bind = |source: &Path, name: &Path, plan: Option<&MountPlan>| {
+    let bind = |source: &Path, name: &Path, options: BindOptions| {
         let place = vm_folder.join(MOUNT_POINTS).join(name);
-        let tree = copy_tree(source, plan.is_none_or(|plan| plan.is_recursive));
+        let tree = copy_tree(source, options.is_recursive);
         let tree = tree.file_error("mount", source)?;
         let found = fstat(&tree).map_err(io::Error::from).file_error("mount", source)?;
         match FileType::from_raw_mode(found.st_mode) == FileType::Directory {
@@ -103,16 +115,34 @@ pub fn mount_all(
             false => File::create_new(&place).map(drop),
         }
         .file_error("create", &place)?;
-        let is_read_only = plan.is_some_and(MountPlan::is_read_only);
-        let mounted = change(&tree, is_read_only, plan.is_none_or(|plan| plan.follows))
+        let mounted = change(&tree, options.is_read_only, options.follows)
             .and_then(|()| attach(&tree, &path(vm_folder).join(name)));
         mounted.file_error("mount", source)
     };
-    bind(rootfs, &root_of(id), None)?;
+    let root = BindOptions { is_recursive: true, is_read_only: false, follows: true };
+    bind(rootfs, &root_of(id), root)?;
     for (index, mount) in mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind()) {
-        bind(&mount.source, &bind_of(id, index), Some(mount))?;
+        bind(&mount.source, &bind_of(id, index), BindOptions::of(mount))?;
     }
-    Ok(())
+    let modules_options = BindOptions { is_read_only: true, ..root };
+    modules.map_or(Ok(()), |modules| bind(modules, &Path::new(id).join(MODULES), modules_options))
+}
+
+/// Options of the mount of a file or folder of the host.
+#[derive(Clone, Copy)]
+struct BindOptions {
+    /// With the file systems below it.
+    is_recursive: bool,
+    is_read_only: bool,
+    /// Later mounts below the original appear in it, too.
+    follows: bool,
+}
+
+impl BindOptions {
+    fn of(mount: &MountPlan) -> Self {
+        let &MountPlan { is_recursive, follows, .. } = mount;
+        Self { is_recursive, is_read_only: mount.is_read_only(), follows }
+    }
 }
 
 /// Makes the root of a container read-only, in which the guest has made the mount points.

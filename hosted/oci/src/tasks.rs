@@ -17,7 +17,7 @@ impl Tasks {
     }
 
     /// Does something in a thread of its own. Nothing is done if too many threads run, or without
-    /// memory for another: whoever asked for it asks again.
+    /// memory for another: the client asks again.
     pub fn spawn(&self, act: impl FnOnce() + Send + 'static) {
         if Arc::strong_count(&self.running) > self.most {
             return;
@@ -36,7 +36,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn only_so_many_run() {
+    fn the_number_is_limited() {
         let (tasks, (done, is_done)) = (Tasks::new(1), channel());
         let (end, has_ended) = channel::<()>();
         let first = done.clone();

@@ -25,6 +25,8 @@ pub struct Container<'a> {
     pub hostname: &'a str,
     /// Namespaces of its own; the rest are those of the guest.
     pub namespaces: Namespaces,
+    /// Container whose PID namespace it has, unless it has one of its own; empty: the guest's.
+    pub sandbox: &'a str,
     /// File systems, in this order.
     #[serde(borrow)]
     pub mounts: Vec<ContainerMount<'a>>,

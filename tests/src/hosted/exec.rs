@@ -257,8 +257,9 @@ pub fn roots() -> Result<()> {
     succeed(Command::new("qemu-img").args(["convert", "-O", "qcow2"]).args([&raw, &image]))?;
     let before = fs::read(&raw).context("no image")?;
     for root in [&tree, &raw, &image] {
-        // A root without names of hosts gets its own.
-        let script = "echo after >>/file; busybox cat /file; busybox uname -n
+        // A root without names of hosts gets its own, and one without modprobe(8) has its modules.
+        let script =
+            "busybox brctl addbr new; echo after >>/file; busybox cat /file; busybox uname -n
             busybox ping -c 1 -q localhost >&2; busybox ping -c 1 -q parador >&2";
         let ended = run(exec(&rig).arg(root).args(["--", "sh", "-ec", script]), "")?;
         let output = String::from_utf8_lossy(&ended.stdout);

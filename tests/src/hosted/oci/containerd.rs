@@ -276,7 +276,9 @@ impl Containerd {
         let metadata = Message::default().text(1, name).text(2, name).text(3, "test");
         let annotation = Message::default().text(1, "dev.parador.memory").text(2, "80M");
         let memory = Message::default().number(4, 192 << 20); // memory_limit_in_bytes
-        let linux = Message::default().text(1, &self.parent).message(5, &memory); // resources
+        let sysctl = Message::default().text(1, "kernel.shm_rmid_forced").text(2, "1");
+        let linux = Message::default().text(1, &self.parent).message(3, &sysctl);
+        let linux = linux.message(5, &memory); // resources
         let logs = self.path(name);
         let config = Message::default()
             .message(1, &metadata)
@@ -294,11 +296,17 @@ impl Containerd {
 
     /// Starts a container of a pod, which executes a script.
     pub fn run_container(&self, pod: &Pod, name: &str, script: &str) -> Result<String> {
+        self.run_with(pod, name, script, &Message::default())
+    }
+
+    /// Starts a container of a pod with options of Linux.
+    fn run_with(&self, pod: &Pod, name: &str, script: &str, linux: &Message) -> Result<String> {
         let config = Message::default()
             .message(1, &Message::default().text(1, name))
             .message(2, &Message::default().text(1, IMAGE));
         let config = ["sh", "-c", script].iter().fold(config, |config, word| config.text(3, word));
         let config = config.text(11, &format!("{name}.log")); // log_path
+        let config = config.message(15, linux);
         let request = Message::default().text(1, &pod.id);
         let request = request.message(2, &config).message(3, &pod.config);
         let id = self.call("CreateContainer", &request)?.text(1);
@@ -462,6 +470,11 @@ fn life_of_pods(containerd: &mut Containerd) -> Result<()> {
     }
     let ended = containerd.exec(&client, &["sh", "-c", "hostname; exit 42"])?;
     ensure!(ended == (42, "pod\n".to_owned()), "{ended:?}");
+    // Its IPC namespace, with the sandbox's setting, and its PID namespace are the pod's.
+    let script = "cat /proc/sys/kernel/shm_rmid_forced /proc/1/cmdline";
+    let ended = containerd.exec(&client, &["sh", "-c", script])?;
+    ensure!(ended == (0, "1\nsleep\x001000\0".to_owned()), "{ended:?}");
+    lack_of_memory(containerd, &pod)?;
     let other = containerd.run_pod("other", RUNC)?;
     let other_server = containerd.run_container(&other, "server", SERVE)?;
     containerd.fetch(&client, &other.address)?;
@@ -483,6 +496,19 @@ fn life_of_pods(containerd: &mut Containerd) -> Result<()> {
     ensure!(containerd.wait(&server)? == 255, "the container has outlived its VM");
     containerd.remove_pod(&pod.id)?;
     containerd.remove_pod(&other.id)
+}
+
+/// containerd learns that the guest has killed a container for lack of memory.
+fn lack_of_memory(containerd: &Containerd, pod: &Pod) -> Result<()> {
+    let limit = Message::default().number(4, 16 << 20); // memory_limit_in_bytes
+    let linux = Message::default().message(1, &limit); // resources
+    let script = "exec dd if=/dev/zero of=/dev/null bs=64M count=1";
+    let container = containerd.run_with(pod, "eater", script, &linux)?;
+    let code = containerd.wait(&container)?;
+    let request = Message::default().text(1, &container);
+    let reason = containerd.call("ContainerStatus", &request)?.message(1)?.text(10);
+    ensure!((code, &*reason) == (137, "OOMKilled"), "code {code}, reason {reason:?}");
+    Ok(())
 }
 
 /// Fetches the page of a pod from the host's side of its network namespace, as containerd does it

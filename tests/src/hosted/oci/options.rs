@@ -103,6 +103,12 @@ fn capabilities(engine: &Engine) -> Result<()> {
     ensure!(effective(&options, "CapEff")? == "0000000000001021", "more");
     ensure!(effective(&options, "CapInh")? == "0000000000000000", "inheritable");
     ensure!(effective(&["--no-new-privs"], "NoNewPrivs")? == "1", "privileges");
+    // The guest's kernel loads the modules for it, with those that they need.
+    let script = "brctl addbr new && cat /sys/class/net/new/bridge/forward_delay";
+    let ended = engine.succeed(&["exec", "--cap", "CAP_NET_ADMIN", "o", "sh", "-c", script])?;
+    ensure!(ended == "1500\n", "a bridge: {ended}");
+    let script = "mkdir -p /dev/net && mknod /dev/net/tun c 10 200 && : </dev/net/tun";
+    engine.succeed(&["exec", "--cap", "mknod", "o", "sh", "-c", script])?;
     engine.refused(&["exec", "--cap", "CAP_NO", "o", "true"], "unknown capability \"CAP_NO\"")
 }
 

@@ -33,6 +33,9 @@ echo "$1: known $(systemctl $user show -P MemoryMax libpod-$id.scope)"
 echo "$1: kept $(cat /sys/fs/cgroup$cgroup/memory.max)"
 podman exec $id echo "$1: exec"
 podman stop -t 1 $id >/dev/null
+eater=$(podman run -d --network none --memory 16m image dd if=/dev/zero of=/dev/null bs=64M)
+echo "$1: without memory $(podman wait $eater) $(podman inspect -f '{{.State.OOMKilled}}' $eater)"
+podman rm $eater >/dev/null
 podman rm $id >/dev/null
 echo "$1: removed $?"
 sleep 2
@@ -95,6 +98,7 @@ fn check(console: &str) -> Result<()> {
     let missing = |text: &str| format!("`{text}` is missing:\n{console}");
     for caller in ["user", "root"] {
         let lines = ["cgroups systemd v2", "code 7", "exec", "removed 0", "nothing is left"];
+        let lines = lines.into_iter().chain(["without memory 137 true"]);
         for line in lines.map(|line| format!("{caller}: {line}")) {
             ensure!(console.contains(&line), missing(&line));
         }

@@ -1,0 +1,65 @@
+//! Reports to the engine that processes of a container were killed for lack of memory.
+//!
+//! That happens in the guest, and engines watch the container's cgroup on the host. So the carrier,
+//! whose container has ended, lets the host's kernel kill a process there for the same reason: a
+//! copy of this program, which uses more memory than the cgroup has just been permitted. Engines
+//! learn of it as of any other (`OOMKilled`), and the host's kernel log has it.
+
+use crate::refuse;
+use hosted_command::failure::{Failure, IoContext};
+use hosted_command::supervise;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Files of a cgroup, of version 1 and of version 2: use of memory, its limit, and a setting
+/// without which anonymous memory leaves for the disk instead.
+const FILES: [[&str; 3]; 2] = [
+    ["memory.usage_in_bytes", "memory.limit_in_bytes", "memory.swappiness"],
+    ["memory.current", "memory.max", "memory.swap.max"],
+];
+/// Memory that the cgroup is permitted besides what is in use: enough for the start of a program.
+const START: u64 = 16 << 20;
+/// Memory that the program uses besides the limit.
+const EXCESS: u64 = 16 << 20;
+/// Score by which the host's kernel kills a process before all others (proc(5)).
+const SCORE: (&str, &str) = ("/proc/self/oom_score_adj", "1000");
+
+/// Reports a lack of memory in the guest by cgroups of the host. Those of users without rights, and
+/// without the controller, cannot report it.
+pub fn report(cgroups: &[PathBuf]) {
+    for cgroup in cgroups {
+        for files in FILES.map(|files| files.map(|file| cgroup.join(file))) {
+            let [usage, limit, swap] = &files;
+            if limit.exists() {
+                // It is a report only: the exit code says that the container was killed.
+                let _ = exceed(usage, limit, swap);
+                return;
+            }
+        }
+    }
+}
+
+fn exceed(usage: &Path, limit: &Path, swap: &Path) -> Result<(), Failure> {
+    let used = fs::read_to_string(usage).file_error("read", usage)?;
+    let used: u64 = used.trim().parse().map_err(|_| refuse(format!("used memory: {used:?}")))?;
+    // The host may not count memory on the disk.
+    let _ = fs::write(swap, "0");
+    let permitted = used + START;
+    fs::write(limit, permitted.to_string()).file_error("write", limit)?;
+    let mut command = Command::new(supervise::SELF);
+    command.args(["oci", "exceed"]).arg((permitted + EXCESS).to_string());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().start_error("the process that uses memory").map(drop)
+}
+
+/// Uses memory until the host's kernel kills this process.
+///
+/// # Errors
+/// The score cannot be raised.
+pub fn use_memory(bytes: usize) -> Result<(), Failure> {
+    let (file, score) = SCORE;
+    fs::write(file, score).file_error("write", Path::new(file))?;
+    std::hint::black_box(vec![1_u8; bytes]);
+    Ok(())
+}
