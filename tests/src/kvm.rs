@@ -18,8 +18,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 use tempfile::TempDir;
 
-/// Seconds that the emulated host may run on a busy machine; three minutes on an idle one.
-const LIMIT: u32 = 900;
+/// Seconds that the emulated host may run on a busy machine; two minutes on an idle one.
+const LIMIT: u32 = 1800;
 /// Depends on Debian's current kernel for virtual machines.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 /// Modules that make it a host, in the order in which they are loaded; and files as block devices.
