@@ -33,7 +33,7 @@ echo "$1: known $(systemctl $user show -P MemoryMax libpod-$id.scope)"
 echo "$1: kept $(cat /sys/fs/cgroup$cgroup/memory.max)"
 podman exec $id echo "$1: exec"
 podman stop -t 1 $id >/dev/null
-eater=$(podman run -d --network none --memory 16m image dd if=/dev/zero of=/dev/null bs=64M)
+eater=$(podman run -d --network none --memory 16m image sh -c 'while :; do x=$x$x.; done')
 echo "$1: without memory $(podman wait $eater) $(podman inspect -f '{{.State.OOMKilled}}' $eater)"
 podman rm $eater >/dev/null
 podman rm $id >/dev/null
