@@ -11,6 +11,8 @@ use hosted_command::supervise;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 /// Files of a cgroup, of version 1 and of version 2: use of memory, its limit, and a setting
 /// without which anonymous memory leaves for the disk instead.
@@ -22,6 +24,9 @@ const FILES: [[&str; 3]; 2] = [
 const START: u64 = 16 << 20;
 /// Memory that the program uses besides the limit.
 const EXCESS: u64 = 16 << 20;
+/// Time for the engine to notice it before this process ends: Linux reports events of a cgroup at
+/// intervals of up to 10 ms.
+const NOTICE: Duration = Duration::from_millis(100);
 /// Score by which the host's kernel kills a process before all others (proc(5)).
 const SCORE: (&str, &str) = ("/proc/self/oom_score_adj", "1000");
 
@@ -50,7 +55,9 @@ fn exceed(usage: &Path, limit: &Path, swap: &Path) -> Result<(), Failure> {
     let mut command = Command::new(supervise::SELF);
     command.args(["oci", "exceed"]).arg((permitted + EXCESS).to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().start_error("the process that uses memory").map(drop)
+    command.status().start_error("the process that uses memory")?;
+    thread::sleep(NOTICE);
+    Ok(())
 }
 
 /// Uses memory until the host's kernel kills this process.
