@@ -153,19 +153,9 @@ impl Bundle {
         let sandbox = sandbox(&annotations)?;
         let is_sandbox = is_sandbox(&annotations);
         spec.hooks().as_ref().map_or(Ok(()), hooks::check)?;
-        if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
-            return Err(refuse(
-                "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
-            ));
-        }
-        // Engines list all devices of the host, in whose place it gets all of the guest.
         let is_privileged = devices::are_all_permitted(&linux)?;
         if is_privileged {
-            let devices = linux.devices().clone().map(|mut devices| {
-                devices.retain(is_known);
-                devices
-            });
-            linux.set_devices(devices);
+            remove_unknown_devices(&mut linux);
         }
         check_linux(&linux)?;
         let (namespaces, network) = namespaces(&linux, is_sandbox, sandbox.is_some())?;
@@ -231,8 +221,21 @@ fn sandbox(annotations: &HashMap<String, String>) -> Result<Option<String>, Fail
     }
 }
 
+/// Removes the devices of the host that engines list for a privileged container, in whose place it
+/// gets all of the guest.
+fn remove_unknown_devices(linux: &mut Linux) {
+    let devices = linux.devices().clone().map(|mut devices| {
+        devices.retain(is_known);
+        devices
+    });
+    linux.set_devices(devices);
+}
+
 /// Refuses what a VM would leave out silently.
 fn check_linux(linux: &Linux) -> Result<(), Failure> {
+    if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
+        return Err(refuse("linux.rootfsPropagation: a VM cannot propagate mounts to the host"));
+    }
     if linux.intel_rdt().is_some() {
         return Err(refuse("linux.intelRdt: a VM cannot have a part of the host's cache"));
     }
