@@ -14,8 +14,8 @@ const LIMIT: u32 = 1500;
 /// Most size of its disk.
 const SIZE: &str = "4G";
 /// The life of a container, by root and by the user; `$1` is a name. The cgroup of the container is
-/// that of its carrier, and its limits are systemd's, too. Debian's conmon notes a lack of memory in
-/// the folder where podman was started.
+/// that of its carrier, and its limits are systemd's, too. Debian's conmon notes a lack of memory
+/// in the folder where podman was started.
 const LIFE: &str = r#"export XDG_RUNTIME_DIR=/run/user/$(id -u)
 export DBUS_SESSION_BUS_ADDRESS=unix:path=$XDG_RUNTIME_DIR/bus
 [ $(id -u) = 0 ] && unset DBUS_SESSION_BUS_ADDRESS
