@@ -48,6 +48,7 @@ pub fn report(cgroups: &[PathBuf]) {
 fn exceed(usage: &Path, limit: &Path, swap: &Path) -> Result<(), Failure> {
     let used = fs::read_to_string(usage).file_error("read", usage)?;
     let used: u64 = used.trim().parse().map_err(|_| refuse(format!("used memory: {used:?}")))?;
+    let before = [limit, swap].map(|file| (file, fs::read_to_string(file)));
     // The host may not count memory on the disk.
     let _ = fs::write(swap, "0");
     let permitted = used + START;
@@ -57,6 +58,10 @@ fn exceed(usage: &Path, limit: &Path, swap: &Path) -> Result<(), Failure> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command.status().start_error("the process that uses memory")?;
     thread::sleep(NOTICE);
+    // Others may be in the cgroup, if the configuration says so.
+    for (file, value) in before {
+        let _ = value.map(|value| fs::write(file, value.trim()));
+    }
     Ok(())
 }
 
