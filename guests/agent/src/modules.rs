@@ -5,13 +5,14 @@
 
 use rustix::io::Errno;
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// Place of modules, in a folder with the name of the kernel's release.
-const MODULES: &str = "/lib/modules";
+pub const PLACE: &str = "/lib/modules";
 /// Parameter of the kernel: the program that loads modules.
 const PARAMETER: &str = "/proc/sys/kernel/modprobe";
 /// The agent, whose file is not in the guest's root.
@@ -29,28 +30,19 @@ pub fn become_loader() -> io::Result<()> {
     fs::write(PARAMETER, AGENT)
 }
 
-/// Makes the modules in a folder those of the kernel, below a root.
-pub fn link(root: &Path, folder: &Path) -> io::Result<()> {
-    let place = root.join(MODULES.trim_start_matches('/'));
-    fs::create_dir_all(&place)?;
-    symlink(folder, place.join(release()))
+/// Returns the folder of the kernel's modules.
+pub fn folder() -> PathBuf {
+    Path::new(PLACE).join(OsStr::from_bytes(rustix::system::uname().release().to_bytes()))
 }
 
 /// Loads what the kernel has requested: a module by its name, or all that have this alias, each
-/// after those that it needs.
+/// after those that it needs. One that this processor cannot use does not keep others away.
 pub fn load(request: &str) -> io::Result<()> {
-    let folder = Path::new(MODULES).join(release());
+    let folder = folder();
     let dependencies = fs::read_to_string(folder.join("modules.dep"))?;
     let aliases = fs::read_to_string(folder.join("modules.alias"))?;
-    for module in files(&dependencies, &aliases, request) {
-        insert(&folder.join(module))?;
-    }
-    Ok(())
-}
-
-/// Returns the release of the kernel.
-fn release() -> PathBuf {
-    PathBuf::from(rustix::system::uname().release().to_string_lossy().into_owned())
+    let load = |files: Vec<&str>| files.iter().try_for_each(|file| insert(&folder.join(file)));
+    files(&dependencies, &aliases, request).into_iter().map(load).fold(Ok(()), Result::and)
 }
 
 fn insert(file: &Path) -> io::Result<()> {
@@ -60,11 +52,11 @@ fn insert(file: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the files of a request in the order of their insertion; none: no module has this name or
-/// alias. Lines of `dependencies` are `FILE: FILE...` with all that are needed, the first ones last
-/// (modules.dep(5)); lines of `aliases` are `alias NAME MODULE`. Those with wildcards are for
-/// devices, which a kernel without modules for its devices does not request.
-fn files<'a>(dependencies: &'a str, aliases: &str, request: &str) -> Vec<&'a str> {
+/// Returns the files of each module of a request in the order of their insertion; none: no module
+/// has this name or alias. Lines of `dependencies` are `FILE: FILE...` with all that are needed,
+/// the first ones last (modules.dep(5)); lines of `aliases` are `alias NAME MODULE`. Those with
+/// wildcards are for devices, which a kernel without modules for its devices does not request.
+fn files<'a>(dependencies: &'a str, aliases: &str, request: &str) -> Vec<Vec<&'a str>> {
     let lines = dependencies.lines().filter_map(|line| line.split_once(':'));
     let modules: HashMap<String, (&str, &str)> =
         lines.map(|(file, needed)| (module_name(file), (file, needed))).collect();
@@ -78,7 +70,7 @@ fn files<'a>(dependencies: &'a str, aliases: &str, request: &str) -> Vec<&'a str
         false => with_alias.collect(),
     };
     let found = names.iter().filter_map(|name| modules.get(name));
-    found.flat_map(|(file, needed)| needed.split_whitespace().rev().chain([*file])).collect()
+    found.map(|(file, needed)| needed.split_whitespace().rev().chain([*file]).collect()).collect()
 }
 
 /// Returns the name of the module in a file.
@@ -103,7 +95,8 @@ mod tests {
             kernel/drivers/net/tun.ko:\nkernel/lib/sha-1.ko:\nkernel/lib/sha1_x.ko:\n";
         let aliases = "# comment\nalias rtnl-link-bridge bridge\nalias char-major-10-200 tun\n\
             alias crypto-sha1 sha_1\nalias crypto-sha1 sha1_x\nalias broken\n";
-        let files = |request| files(dependencies, aliases, request);
+        assert_eq!(files(dependencies, aliases, "crypto-sha1").len(), 2);
+        let files = |request| files(dependencies, aliases, request).concat();
         let bridge = ["kernel/net/llc.ko", "kernel/net/802/stp.ko", "kernel/net/bridge/bridge.ko"];
         assert_eq!(files("bridge"), bridge);
         assert_eq!(files("rtnl-link-bridge"), bridge);

@@ -110,11 +110,8 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         Root::Pod { .. } => {}
     }
     match &guest.root {
-        Root::Pod { tag, has_scratch, modules } => {
+        Root::Pod { tag, has_scratch, .. } => {
             mount_pod(tag, *has_scratch)?;
-            if !modules.is_empty() {
-                modules::link(Path::new(NEW), Path::new(OsStr::from_bytes(modules)))?;
-            }
             // Some kernel has no compiler.
             let (file, value) = NO_COMPILATION;
             let _ = files::write(file, value);
@@ -129,6 +126,12 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
         TRACING.iter().filter(has_place).try_for_each(|entry| mount_in(new, entry))?;
     }
     enter_new_root()?;
+    if let Root::Pod { modules, .. } = guest.root
+        && !modules.is_empty()
+    {
+        create(Path::new(modules::PLACE))?;
+        symlink(Path::new(OsStr::from_bytes(modules)), modules::folder())?;
+    }
     modules::become_loader()?;
     for (target, link) in LINKS {
         // The kernel's file system of devices is new.

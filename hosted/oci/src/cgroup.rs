@@ -20,6 +20,9 @@ const CPUSET: [&str; 2] = ["cpuset.cpus", "cpuset.mems"];
 const SHARES: [u64; 2] = [2, 262_144];
 /// The same of version 2.
 const WEIGHTS: [u64; 2] = [1, 10_000];
+/// Use of memory and its limit, in version 1 and in version 2.
+pub const MEMORY: [[&str; 2]; 2] =
+    [["memory.usage_in_bytes", "memory.limit_in_bytes"], ["memory.current", "memory.max"]];
 /// No limit, in version 1 and in version 2.
 const UNLIMITED: [&str; 2] = ["-1", "max"];
 /// File that gives controllers to the cgroups below, in version 2, and those that limits need.
@@ -274,8 +277,8 @@ fn limit_memory(place: &Path, limit: u64) -> Result<(), Failure> {
 fn try_limit_memory(place: &Path, limit: u64) -> io::Result<()> {
     let text = limit.to_string();
     let [old, new] = if limit == u64::MAX { UNLIMITED } else { [&*text; 2] };
-    let [file, maximum, high] =
-        ["memory.limit_in_bytes", "memory.max", "memory.high"].map(|name| place.join(name));
+    let [[_, file], [used, maximum]] = MEMORY.map(|names| names.map(|name| place.join(name)));
+    let high = place.join("memory.high");
     if file.exists() {
         return fs::write(file, old);
     }
@@ -284,7 +287,7 @@ fn try_limit_memory(place: &Path, limit: u64) -> io::Result<()> {
     }
     // Linux reclaims memory down to this value; a maximum below the use would kill the VM.
     fs::write(&high, new)?;
-    let used = fs::read_to_string(place.join("memory.current"))?;
+    let used = fs::read_to_string(used)?;
     let is_free = used.trim().parse::<u64>().is_ok_and(|used| used <= limit);
     let done = if is_free { fs::write(maximum, new) } else { Ok(()) };
     fs::write(&high, UNLIMITED[1])?;

@@ -5,7 +5,7 @@
 //! copy of this program, which uses more memory than the cgroup has just been permitted. Engines
 //! learn of it as of any other (`OOMKilled`), and the host's kernel log has it.
 
-use crate::refuse;
+use crate::{cgroup, refuse};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::supervise;
 use std::fs;
@@ -14,12 +14,8 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-/// Files of a cgroup, of version 1 and of version 2: use of memory, its limit, and a setting
-/// without which anonymous memory leaves for the disk instead.
-const FILES: [[&str; 3]; 2] = [
-    ["memory.usage_in_bytes", "memory.limit_in_bytes", "memory.swappiness"],
-    ["memory.current", "memory.max", "memory.swap.max"],
-];
+/// Setting of a cgroup, of version 1 and of version 2, by which anonymous memory stays in memory.
+const SWAP: [&str; 2] = ["memory.swappiness", "memory.swap.max"];
 /// Memory that the cgroup is permitted besides what is in use: enough for the start of a program.
 const START: u64 = 16 << 20;
 /// Memory that the program uses besides the limit.
@@ -34,35 +30,33 @@ const SCORE: (&str, &str) = ("/proc/self/oom_score_adj", "1000");
 /// without the controller, cannot report it.
 pub fn report(cgroups: &[PathBuf]) {
     for cgroup in cgroups {
-        for files in FILES.map(|files| files.map(|file| cgroup.join(file))) {
-            let [usage, limit, swap] = &files;
-            if limit.exists() {
+        for ([usage, limit], swap) in cgroup::MEMORY.into_iter().zip(SWAP) {
+            if cgroup.join(limit).exists() {
                 // It is a report only: the exit code says that the container was killed.
-                let _ = exceed(usage, limit, swap);
-                return;
+                let _ = exceed([usage, limit, swap].map(|name| cgroup.join(name)));
             }
         }
     }
 }
 
-fn exceed(usage: &Path, limit: &Path, swap: &Path) -> Result<(), Failure> {
-    let used = fs::read_to_string(usage).file_error("read", usage)?;
+fn exceed([usage, limit, swap]: [PathBuf; 3]) -> Result<(), Failure> {
+    let used = fs::read_to_string(&usage).file_error("read", &usage)?;
     let used: u64 = used.trim().parse().map_err(|_| refuse(format!("used memory: {used:?}")))?;
-    let before = [limit, swap].map(|file| (file, fs::read_to_string(file)));
+    let before = [&limit, &swap].map(|file| (file, fs::read_to_string(file)));
     // The host may not count memory on the disk.
-    let _ = fs::write(swap, "0");
+    let _ = fs::write(&swap, "0");
     let permitted = used + START;
-    fs::write(limit, permitted.to_string()).file_error("write", limit)?;
+    fs::write(&limit, permitted.to_string()).file_error("write", &limit)?;
     let mut command = Command::new(supervise::SELF);
     command.args(["oci", "exceed"]).arg((permitted + EXCESS).to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().start_error("the process that uses memory")?;
+    let ended = command.status().start_error("the process that uses memory");
     thread::sleep(NOTICE);
     // Others may be in the cgroup, if the configuration says so.
     for (file, value) in before {
         let _ = value.map(|value| fs::write(file, value.trim()));
     }
-    Ok(())
+    ended.map(drop)
 }
 
 /// Uses memory until the host's kernel kills this process.

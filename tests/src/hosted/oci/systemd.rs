@@ -98,8 +98,14 @@ fn newest(folder: &Path, prefix: &str) -> Result<PathBuf> {
 fn check(console: &str) -> Result<()> {
     let missing = |text: &str| format!("`{text}` is missing:\n{console}");
     for caller in ["user", "root"] {
-        let lines = ["cgroups systemd v2", "code 7", "exec", "removed 0", "nothing is left"];
-        let lines = lines.into_iter().chain(["without memory 137"]);
+        let lines = [
+            "cgroups systemd v2",
+            "code 7",
+            "exec",
+            "without memory 137",
+            "removed 0",
+            "nothing is left",
+        ];
         for line in lines.map(|line| format!("{caller}: {line}")) {
             ensure!(console.contains(&line), missing(&line));
         }
