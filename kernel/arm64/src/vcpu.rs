@@ -66,6 +66,8 @@ pub struct VcpuFrames {
     lookup: Lookup,
     /// Generation of the VM's space that the vCPU was last entered with, or [`NO_GENERATION`].
     generation: Cell<u64>,
+    /// Physical address of the tables of that generation.
+    tables: Cell<u64>,
     /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
     /// 0: it is not blocked.
     halted: Cell<u64>,
@@ -89,6 +91,7 @@ impl ArchVcpu for VcpuFrames {
             sgis: PendingSgis::new(0),
             lookup: Lookup::new((Cached::NONE, Cached::NONE)),
             generation: Cell::new(NO_GENERATION),
+            tables: Cell::new(0),
             halted: Cell::new(0),
         };
         this.state().pstate.set(pstate::EL1_MASKED);
@@ -227,7 +230,7 @@ fn run_once(
         abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
-    let mut pstate = guest_state(entry.state());
+    let mut pstate = guest_state(entry.state);
     let is_prepared = is_prepared(local, entry) || prepare(&kernel, local, entry);
     // By the kind of the vCPU, 64 or 32 bits, which is loaded after `prepare`.
     if !is_prepared || !vcpu.arch.system.permits(pstate) {
@@ -236,14 +239,14 @@ fn run_once(
     }
     begin_entry(&kernel, cpu_index, local, entry);
     let (vm, _) = vcpu.arch.lookup.get();
+    let state = vcpu.arch.state();
     loop {
-        let state = vcpu.arch.state();
         arm(cpu_index, kernel.cpus[cpu_index].deadline().min(state.run.deadline.get()));
         let pc = state.pc.get();
         unlock(kernel);
         // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires
         // the lock; the processor state has been checked, and the guest's registers are loaded.
-        let exit = unsafe { stay_in_guest(vcpu.arch.state, pc, pstate) };
+        let exit = unsafe { stay_in_guest(state, pc, pstate) };
         kernel = lock(cpu_index);
         // If no object has been destroyed since, all still exist. The thread's state changes if
         // another CPU stops it.
@@ -270,7 +273,7 @@ fn run_once(
             return handle_exit(kernel, cpu_index, local, exit);
         }
         pstate = guest_state(state);
-        if !may_continue(&kernel, cpu_index, (vcpu, vm), pstate) {
+        if !may_continue(&kernel, cpu_index, (vcpu, vm, state), pstate) {
             local.continues.set(true);
             return (kernel, None);
         }
@@ -283,15 +286,14 @@ fn run_once(
 fn may_continue(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
-    (vcpu, vm): (&Vcpu<Arm64>, &Vm<Arm64>),
+    (vcpu, vm, state): (&Vcpu<Arm64>, &Vm<Arm64>, &VcpuState),
     pstate: u64,
 ) -> bool {
-    let state = vcpu.arch.state();
     count_handled(kernel, state);
     count(&kernel.counters.vm_entries);
     let is_permitted = vcpu.arch.system.permits(pstate);
     if kernel.has_work(cpu_index) || !is_unchanged(vcpu, vm) || !is_permitted {
-        end_entry(cpu_index, vcpu, vm);
+        end_entry(cpu_index, vcpu, vm, state);
         return false;
     }
     if kernel.cpus[cpu_index].waits.get() && !kernel.may_wait(cpu_index) {
@@ -315,7 +317,7 @@ fn handle_wait(
         return handle_exit(kernel, cpu_index, local, exit);
     };
     count(&kernel.counters.vm_entries);
-    end_entry(cpu_index, vcpu, entry.vm);
+    end_entry(cpu_index, vcpu, entry.vm, entry.state);
     let to_vmm = wait::begin(&kernel, cpu_index, local, entry, syndrome);
     (kernel, to_vmm)
 }
@@ -364,9 +366,9 @@ fn begin_entry(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
     local: &GuestCpu,
-    GuestEntry { vcpu, vm, .. }: GuestEntry<'_>,
+    GuestEntry { vcpu, vm, state, .. }: GuestEntry<'_>,
 ) {
-    let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
+    let (active, run) = (&vm.space.active, &state.run);
     active.set(active.get() | 1 << cpu_index);
     vcpu.arch.system.load_readable();
     float::permit(local, vcpu);
@@ -377,13 +379,13 @@ fn begin_entry(
 
 /// Ends the entries of a vCPU that still exists.
 #[inline(always)]
-fn end_entry(cpu_index: usize, vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>) {
+fn end_entry(cpu_index: usize, vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) {
     float::forbid();
     virqs::finish();
     vcpu.arch.system.save_readable();
-    let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
+    let active = &vm.space.active;
     active.set(active.get() & !(1 << cpu_index));
-    run.entries.add(1);
+    state.run.entries.add(1);
 }
 
 /// Ends a run of a guest, with the lock held again, and handles the interrupt that has ended it.
@@ -417,9 +419,9 @@ fn finish_run<'a>(
         return None;
     };
     // The current thread is the one that has entered the guest.
-    end_entry(cpu_index, entry.vcpu, entry.vm);
+    end_entry(cpu_index, entry.vcpu, entry.vm, entry.state);
     if ticks != 0 {
-        entry.state().run.halted.add(ticks);
+        entry.state.run.halted.add(ticks);
     }
     Some(entry)
 }
@@ -458,7 +460,7 @@ unsafe fn stay_in_guest(page: *const VcpuState, pc: u64, processor_state: u64) -
 /// gets no exit instead: most entries after an exit.
 #[inline(always)]
 fn is_prepared(local: &GuestCpu, entry: GuestEntry<'_>) -> bool {
-    let (frames, state, space) = (&entry.vcpu.arch, entry.state(), &entry.vm.space);
+    let (frames, state, space) = (&entry.vcpu.arch, entry.state, &entry.vm.space);
     // First what is most often not so.
     frames.halted.get() == 0
         && local.owner.get() == entry.vcpu.handle.get()
@@ -500,7 +502,7 @@ fn try_prepare(
     local: &GuestCpu,
     entry: GuestEntry<'_>,
 ) -> Result<(), Refused> {
-    let (frames, state) = (&entry.vcpu.arch, entry.state());
+    let (frames, state) = (&entry.vcpu.arch, entry.state);
     let has_waited = frames.halted.get() != 0;
     let pending = &entry.notification.bits;
     let mut bits = pending.take();
@@ -542,12 +544,16 @@ fn try_prepare(
         }
         frames.system.load();
     }
-    if !is_owner || frames.generation.get() != space.generation.get() {
+    let is_current = frames.generation.get() == space.generation.get();
+    if !is_current {
         let root = guest_root(kernel, space);
-        set_tables(root.unwrap_or(no_tables()));
+        frames.tables.set(root.unwrap_or(no_tables()));
         // The next entry looks for tables again if there are none. Only an unmapping removes them,
         // which changes the generation.
         frames.generation.set(root.map_or(NO_GENERATION, |_| space.generation.get()));
+    }
+    if !is_owner || !is_current {
+        set_tables(frames.tables.get());
         io::instruction_barrier();
         flush_guests();
     }
@@ -623,7 +629,7 @@ fn return_exit(
     reason: u64,
     information: u64,
 ) -> ReturnToUser<Arm64> {
-    let run = &entry.state().run;
+    let run = &entry.state.run;
     run.exit_reason.set(reason);
     run.exit_info.set(information);
     run.valid.set(0);
@@ -641,8 +647,9 @@ fn report_fault(
 ) -> Option<ReturnToUser<Arm64>> {
     let address = fault::address(syndrome)?;
     count(&kernel.counters.vm_entries);
-    end_entry(cpu_index, vcpu, vm);
-    let run = &vcpu.arch.state().run;
+    let state = vcpu.arch.state();
+    end_entry(cpu_index, vcpu, vm, state);
+    let run = &state.run;
     run.fault_address.set(address);
     run.exit_reason.set(exit::MEMORY_FAULT);
     run.exit_info.set(fault::kind(syndrome));

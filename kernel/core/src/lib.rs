@@ -141,15 +141,22 @@ impl<A: Arch> Kernel<A> {
         self.memory.has_work() || self.cpus[cpu].resched.get()
     }
 
-    /// Ends a kernel entry: flushes TLBs, reclaims freed memory and reschedules, as needed.
+    /// Ends a kernel entry: flushes TLBs and reclaims freed memory, as needed.
+    /// [`Kernel::scheduled`] follows.
     #[inline(always)]
     pub fn finish(&mut self, cpu: usize) {
         if self.memory.has_work() {
-            return self.finish_work(cpu);
+            self.finish_work(cpu);
         }
+    }
+
+    /// Reschedules, if requested, and returns the thread that the CPU resumes.
+    #[inline(always)]
+    pub fn scheduled(&self, cpu: usize) -> Option<&Thread<A>> {
         if self.cpus[cpu].resched.get() {
-            self.schedule(cpu);
+            return self.schedule(cpu);
         }
+        self.cpus[cpu].current.get().map(|handle| self.memory.at(handle))
     }
 
     /// Executes the deferred work of [`Kernel::finish`]. If work remains, arms the timer to
@@ -163,9 +170,7 @@ impl<A: Arch> Kernel<A> {
             self.commit_flush(cpu);
         }
         self.memory.reclaim();
-        if self.cpus[cpu].resched.get() {
-            self.schedule(cpu);
-        }
+        self.scheduled(cpu);
         if more {
             self.memory.request_work();
             self.cpus[cpu].arm_immediately();

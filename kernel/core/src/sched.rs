@@ -101,6 +101,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Sends an IPI to another CPU whose scheduler state or timer has changed.
+    #[inline(always)]
     pub(crate) fn interrupt_if_other(&self, cpu: usize) {
         if cpu != A::this_cpu() {
             A::kick(cpu);
@@ -238,21 +239,21 @@ impl<A: Arch> Kernel<A> {
         self.cpus[cpu].resched.set(true);
     }
 
-    /// Picks the next thread of a CPU. Called before the kernel exits if `resched` is set.
+    /// Picks and returns the next thread of a CPU. Called before the kernel exits if `resched` is
+    /// set.
     #[inline(always)]
-    pub fn schedule(&self, index: usize) {
+    pub fn schedule(&self, index: usize) -> Option<&Thread<A>> {
         let cpu = &self.cpus[index];
         cpu.resched.set(false);
         self.counters.switches.set(self.counters.switches.get() + 1);
-        let (mut runnable, mut before) = (None, None);
+        let (mut runnable, mut before, mut next) = (None, None, None);
         if let (Some(sched), Some(handle)) = (self.charge(index), cpu.sched.take()) {
             before = Some((handle, sched));
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
-            runnable = cpu.current.get().filter(|&holder| {
-                let holder = self.memory.get(holder);
-                holder.is_some_and(|holder| holder.state.get().is_runnable())
-            });
+            let is_runnable = |thread: &Thread<A>| thread.state.get().is_runnable();
+            let current = cpu.current.get();
+            runnable = current.filter(|&name| self.memory.get(name).is_some_and(is_runnable));
             if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
             } else if runnable.is_some() {
@@ -267,7 +268,8 @@ impl<A: Arch> Kernel<A> {
             let sched = self.memory.at(handle);
             self.pop(cpu, priority, sched);
             let Some(holder) = sched.holder.get() else { continue };
-            if !self.memory.get(holder).is_some_and(|holder| holder.state.get().is_runnable()) {
+            next = self.memory.get(holder).filter(|thread| thread.state.get().is_runnable());
+            if next.is_none() {
                 continue;
             }
             sched.state.set(SchedState::Running);
@@ -277,8 +279,7 @@ impl<A: Arch> Kernel<A> {
                 sched.replenish(cpu.charged.get());
             }
             // Round robin needs the timer only if another context of the same priority is queued.
-            let contested = cpu.queues[priority].head.get().is_some();
-            if sched.period.get() != 0 || contested {
+            if sched.period.get() != 0 || cpu.queues[priority].head.get().is_some() {
                 cpu.slice_end.set(cpu.charged.get().saturating_add(sched.remaining.get()));
             }
             break;
@@ -291,6 +292,7 @@ impl<A: Arch> Kernel<A> {
         if let Some(preempted) = runnable.filter(|&holder| cpu.current.get() != Some(holder)) {
             self.preempted(preempted);
         }
+        next
     }
 
     /// Records preemption of a runnable thread.

@@ -707,6 +707,7 @@ impl World {
         for cpu in [here, 1 - here] {
             on_cpu(cpu);
             self.kernel.finish(cpu);
+            self.kernel.scheduled(cpu);
         }
         on_cpu(here);
         check_threads(&self.kernel);

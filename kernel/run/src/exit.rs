@@ -64,7 +64,7 @@ impl<A: Processor> Next<A> {
 fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard<A>, Next<A>) {
     loop {
         kernel.finish(cpu_index);
-        let Some(handle) = kernel.cpus[cpu_index].current.get() else {
+        let Some(thread) = kernel.scheduled(cpu_index) else {
             // No thread is runnable: continue the destruction of dying tasks and VMs first.
             let mut budget = WORK;
             kernel.reap(&mut budget);
@@ -73,7 +73,6 @@ fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard<A>,
             }
             continue;
         };
-        let thread = kernel.memory.at(handle);
         let vcpu = match thread.state.get() {
             ThreadState::InGuest { vcpu } => kernel
                 .vcpu_of(thread, vcpu)

@@ -20,7 +20,7 @@ pub fn handle(
     entry: GuestEntry<'_>,
     syndrome: u64,
 ) -> Option<ReturnToUser<Arm64>> {
-    let (state, class) = (entry.state(), esr::class(syndrome));
+    let (state, class) = (entry.state, esr::class(syndrome));
     let is_abort = matches!(class, class::INSTRUCTION_ABORT | class::DATA_ABORT);
     let is_handled = if !aarch32::condition_holds(syndrome, state.pstate.get()) {
         skip(state, syndrome);
@@ -79,7 +79,7 @@ fn identify(state: &VcpuState, syndrome: u64) -> bool {
 
 /// Handles an SGI. Returns whether it has delivered one.
 fn send(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, syndrome: u64) -> bool {
-    let state = entry.state();
+    let state = entry.state;
     let WideAccess { register, general, is_read } =
         aarch32::wide_access(syndrome, state.pstate.get());
     if esr::class(syndrome) != class::CP15_WIDE || register != SGI1R || is_read {

@@ -28,7 +28,7 @@ pub fn handle(
     entry: GuestEntry<'_>,
     GuestExit { syndrome, kind }: GuestExit,
 ) -> Option<ReturnToUser<Arm64>> {
-    let state = entry.state();
+    let state = entry.state;
     if kind == exit_kind::INTERRUPT {
         if let Some(number) = virqs::take_ended() {
             return Some(return_exit(kernel, entry, arm64_exit::VIRQ_ENDED, number));
@@ -121,7 +121,7 @@ fn identify(state: &VcpuState, syndrome: u64) -> bool {
 fn after_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize) -> Option<ReturnToUser<Arm64>> {
     // The thread may have been stopped, or its `VcpuRun` aborted.
     let entry = GuestEntry::current(kernel, cpu_index)?;
-    if entry.state().run.deadline.get() <= time::counter() {
+    if entry.state.run.deadline.get() <= time::counter() {
         // Another thread may be current by now: `pick_next` chooses.
         return_exit(kernel, entry, exit::DEADLINE, 0);
     }

@@ -23,6 +23,8 @@ pub struct GuestEntry<'a> {
     pub vm: &'a Vm<Arm64>,
     /// Notification of the vCPU.
     pub notification: &'a Notification<Arm64>,
+    /// State page of the vCPU.
+    pub state: &'a VcpuState,
 }
 
 impl<'a> GuestEntry<'a> {
@@ -36,11 +38,11 @@ impl<'a> GuestEntry<'a> {
         let lookup = &vcpu.arch.lookup;
         let (vm, notification) = lookup.get();
         if let (Some(vm), Some(notification)) = (memory.cached(vm), memory.cached(notification)) {
-            return Some(Self { thread, vcpu, vm, notification });
+            return Some(Self { thread, vcpu, vm, notification, state: vcpu.arch.state() });
         }
         lookup.set((memory.cache(vcpu.vm)?, memory.cache(vcpu.notification)?));
         let (vm, notification) = (memory.get(vcpu.vm)?, memory.get(vcpu.notification)?);
-        Some(Self { thread, vcpu, vm, notification })
+        Some(Self { thread, vcpu, vm, notification, state: vcpu.arch.state() })
     }
 
     /// Entry of the CPU's current thread, if that is in `VcpuRun`.
@@ -49,10 +51,5 @@ impl<'a> GuestEntry<'a> {
         let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
         let vcpu = kernel.vcpu_of(thread, thread.state.get().vcpu()?)?;
         Self::new(&kernel.memory, thread, vcpu)
-    }
-
-    /// State page of the vCPU.
-    pub fn state(&self) -> &'a VcpuState {
-        self.vcpu.arch.state()
     }
 }

@@ -21,7 +21,7 @@ pub fn begin(
     entry: GuestEntry<'_>,
     syndrome: u64,
 ) -> Option<ReturnToUser<Arm64>> {
-    entry.state().pc.add(esr::instruction_length(syndrome));
+    entry.state.pc.add(esr::instruction_length(syndrome));
     let reason = block(kernel, cpu_index, local, entry)?;
     Some(return_exit(kernel, entry, reason, syndrome))
 }
@@ -35,7 +35,7 @@ fn block(
     local: &GuestCpu,
     entry: GuestEntry<'_>,
 ) -> Option<u64> {
-    let (state, now) = (entry.state(), time::counter());
+    let (state, now) = (entry.state, time::counter());
     // A timer whose interrupt the guest has not enabled does not end the wait.
     let has_timer = state.timer_virq.get() & virq::VALID != 0;
     let deadline = if has_timer { timer::deadline() } else { abi::FOREVER };
@@ -75,11 +75,11 @@ fn block(
 /// `true`: that of the guest's timer, or an interrupt for it, so the guest continues.
 #[inline(always)]
 pub fn end(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>, events: u64) -> bool {
-    let run = &entry.state().run;
+    let run = &entry.state.run;
     let (since, now) = (entry.vcpu.arch.halted.take(), time::counter());
     run.halted.add(now.saturating_sub(since));
     if events == 0 && now < run.deadline.get() {
-        count_handled(kernel, entry.state());
+        count_handled(kernel, entry.state);
         return true;
     }
     run.events.set(events);

@@ -25,6 +25,7 @@ fn drop_task(kernel: &K, task: Handle<Task<Fake>>) {
 
 fn finish(kernel: &mut K) {
     kernel.finish(0);
+    kernel.scheduled(0);
 }
 
 fn give_memory(kernel: &K, to: Handle<Task<Fake>>, base: u64, order: u8) {

@@ -595,6 +595,7 @@ fn against_the_naive_one(seed: u64) {
         }
         let rescheduled = world.kernel.cpus[0].resched.get();
         world.kernel.finish(0);
+        world.kernel.scheduled(0);
         if rescheduled {
             naive.choose(now);
         }

@@ -410,6 +410,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
     assert!(before <= 1);
     while world.kernel.has_work(0) {
         world.kernel.finish(0);
+        world.kernel.scheduled(0);
         let now = aborted(&world);
         assert!(now - before <= ABORTS as usize, "{before} -> {now}");
         assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer interrupts at once");
