@@ -21,6 +21,8 @@ const FRONT_DOOR: &str = "front-door";
 /// Option for [`TESTS`] that runs systems again and again.
 const REPEAT: &str = "--repeat";
 const BENCH: &str = "parador-bench";
+/// MiB of disk that all tests take: temporary files, and in a fresh tree with the build.
+const TEST_SPACE: (u64, u64) = (4 << 10, 12 << 10);
 /// Tells tests how many seconds the load of a machine lasts; this is a long one.
 const STRESS: (&str, &str) = ("PARADOR_STRESS_SECONDS", "160");
 
@@ -89,6 +91,9 @@ pub fn test(arguments: &[String]) -> Result<()> {
         _ => (false, arguments),
     };
     let is_repeated = arguments.iter().any(|argument| argument == REPEAT);
+    if arguments.is_empty() {
+        require_space()?;
+    }
     let start = Instant::now();
     build(&["host".to_owned()])?;
     // Systems have time limits, which assume that no kernel build runs beside them. Compilers of
@@ -114,6 +119,26 @@ pub fn test(arguments: &[String]) -> Result<()> {
     }
     let system_result = run(&mut command);
     unit_result.and(kernel_result).and(system_result)
+}
+
+/// An error if a disk has not the room that all tests take: it would be dozens of failures later.
+fn require_space() -> Result<()> {
+    let temporary = (std::env::temp_dir(), TEST_SPACE.0);
+    let is_built = target().join("debug").join("deps").exists();
+    let products = (workspace(), if is_built { TEST_SPACE.0 } else { TEST_SPACE.1 });
+    for (folder, needed) in [temporary, products] {
+        let text = output(Command::new("df").args(["-BM", "--output=avail"]).arg(&folder))?;
+        let room = text.lines().last().and_then(|line| line.trim().strip_suffix('M')?.parse().ok());
+        if room.is_some_and(|room: u64| room < needed) {
+            bail!(
+                "all tests require {needed} MiB of free space in {}; it has {} MiB: free some, or set \
+                 TMPDIR or CARGO_TARGET_DIR to a folder of another disk",
+                folder.display(),
+                room.unwrap_or_default()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Unit tests and device scripts: all tests that start no system.

@@ -92,6 +92,12 @@ fn dispatch(arguments: &[String]) -> Result<()> {
             return Ok(());
         }
     };
+    // `run` and `run-hosted` hand their arguments to programs that have a help of their own.
+    let is_ours = !matches!(command, "run" | "run-hosted");
+    if is_ours && rest.iter().any(|argument| argument == "--help" || argument == "-h") {
+        print!("{USAGE}");
+        return Ok(());
+    }
     match command {
         "build" => build::build(rest),
         "run" => check::emulate(rest),
