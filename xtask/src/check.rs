@@ -22,7 +22,7 @@ const FRONT_DOOR: &str = "front-door";
 const REPEAT: &str = "--repeat";
 const BENCH: &str = "parador-bench";
 /// MiB of disk that all tests take: temporary files, and in a fresh tree with the build.
-const TEST_SPACE: (u64, u64) = (4 << 10, 12 << 10);
+const TEST_SPACE: (u64, u64) = (2 << 10, 8 << 10);
 /// Tells tests how many seconds the load of a machine lasts; this is a long one.
 const STRESS: (&str, &str) = ("PARADOR_STRESS_SECONDS", "160");
 
