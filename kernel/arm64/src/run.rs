@@ -79,26 +79,28 @@ pub fn handle_interrupts_inline(kernel: &Kernel<Arm64>, cpu_index: usize) {
     // The version is the same for all.
     if gic::v2::is_present() {
         while let Some(interrupt) = gic::taken(gic::v2::acknowledge()) {
-            handle_interrupt(kernel, cpu_index, interrupt);
+            handle_interrupt_inline(kernel, cpu_index, interrupt, false);
         }
     } else {
         while let Some(interrupt) = gic::taken(read_register!("icc_iar1_el1")) {
-            handle_interrupt_inline(kernel, cpu_index, interrupt);
+            handle_interrupt_inline(kernel, cpu_index, interrupt, false);
         }
     }
 }
 
-/// Handles an interrupt of this CPU that has been taken.
+/// Handles an interrupt of this CPU that has been taken by an exit of a guest.
 #[inline(never)]
 pub fn handle_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize, interrupt: (InService, Cause)) {
-    handle_interrupt_inline(kernel, cpu_index, interrupt);
+    handle_interrupt_inline(kernel, cpu_index, interrupt, true);
 }
 
+/// `of_guest`: an exit has taken it, and the reports of the guest's interrupts are read next.
 #[inline(always)]
 fn handle_interrupt_inline(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
     (in_service, cause): (InService, Cause),
+    of_guest: bool,
 ) {
     count(&kernel.counters.interrupts);
     match cause {
@@ -114,7 +116,9 @@ fn handle_interrupt_inline(
         Cause::VirtualTimer => vcpu::timer::fired(kernel, &LOCALS.0[cpu_index].guest),
         Cause::Object(number) => kernel.interrupt(number),
         // The sender has changed scheduler state that this CPU evaluates on kernel exit.
-        Cause::Kick | Cause::Unused => {}
+        Cause::Kick => {}
+        Cause::Unused if of_guest => {}
+        Cause::Unused => vcpu::withdraw_ended(kernel, &LOCALS.0[cpu_index].guest),
     }
     gic::end(in_service);
 }

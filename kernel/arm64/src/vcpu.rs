@@ -578,6 +578,24 @@ fn change_owner(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
     vcpu.arch.timer.load(is_timer_active);
 }
 
+/// Takes this CPU from the vCPU that is its owner if the end of an interrupt is to be reported by
+/// it and the guest does not run: it was stopped meanwhile, or another exit came first. Otherwise
+/// the maintenance interrupt would occur for ever; it occurs again when the guest runs.
+#[cold]
+#[inline(never)]
+pub fn withdraw_ended(kernel: &Kernel<Arm64>, local: &GuestCpu) {
+    if !virqs::has_ended() {
+        return;
+    }
+    if let Some(old) = local.owner.take().and_then(|old| kernel.memory.get(old)) {
+        old.arch.system.save();
+        old.arch.interface.save(false);
+        old.arch.timer.save(false);
+    }
+    timer::stop();
+    VirtualInterface::reset().load(false);
+}
+
 /// Physical address of the VM's tables for 39 bits, if it has any: the first entry of the root,
 /// since not every processor walks four levels at stage 2.
 fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> Option<u64> {

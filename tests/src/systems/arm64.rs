@@ -76,7 +76,7 @@ pub fn arm64_devices() -> Vec<Scenario> {
 const GICV2: &[&str] = &["-M", "gic-version=2"];
 /// Scenarios for it: name, name on the machine with a GICv3, CPUs, and whether they are for long
 /// runs only.
-const ON_GICV2: [(&str, &str, &[u32], bool); 15] = [
+const ON_GICV2: [(&str, &str, &[u32], bool); 16] = [
     ("gicv2-hostile", "hostile", &[1], false),
     ("gicv2-sgi", "sgi", &[4], false),
     ("gicv2-abuse", "abuse", &[2], false),
@@ -87,6 +87,7 @@ const ON_GICV2: [(&str, &str, &[u32], bool); 15] = [
     ("gicv2-abuse-shared", "abuse", &[1], true),
     ("gicv2-linux-smp", "linux", &[4], true),
     ("gicv2-restarts", "restarts", &[1, 4], true),
+    ("gicv2-killed-at-ends", "killed-at-ends", &[4], true),
     ("gicv2-several-guests", "several-guests", &[4], true),
     ("gicv2-channel-driver", "channel-driver", &[2], true),
     ("gicv2-disk-and-network", "linux-disk-and-network", &[1, 4], true),
@@ -146,7 +147,7 @@ const A72_GICV2: &[&str] = &["-cpu", "cortex-a72", "-M", "gic-version=2"];
 /// A scenario without VHE: name, name with VHE, CPUs, processor, and whether it is for long runs
 /// only.
 type WithoutVhe = (&'static str, &'static str, &'static [u32], &'static [&'static str], bool);
-const WITHOUT_VHE: [WithoutVhe; 26] = [
+const WITHOUT_VHE: [WithoutVhe; 27] = [
     ("hello", "hello", &[1], A53, false),
     ("hostile", "hostile", &[1], A57, false),
     ("sgi", "sgi", &[4], A72, false),
@@ -158,6 +159,7 @@ const WITHOUT_VHE: [WithoutVhe; 26] = [
     ("linux", "linux", &[1], A53, false),
     ("linux-smp", "linux", &[4], A72, false),
     ("restarts", "restarts", &[4], A72, true),
+    ("killed-at-ends", "killed-at-ends", &[4], A72, true),
     ("sgi-shared", "sgi", &[1], A53, true),
     ("abuse-shared", "abuse", &[1], A53, true),
     ("hostile-on-another-cpu", "hostile-on-another-cpu", &[4], A53, true),
@@ -383,9 +385,8 @@ const AFTER_RESET: &str = "stale false SGI true timer true others false";
 
 /// Guests, the console and its clients, the operator shell, restarts.
 pub fn arm64_scenarios() -> Vec<Scenario> {
-    let steward =
-        || task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20");
     vec![
+        killed_at_ends(),
         Scenario {
             texts: vec![
                 "hello from a micro-guest for AArch64".into(),
@@ -510,6 +511,39 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             )
         },
     ]
+}
+
+/// Guests that end an interrupt at any time are restarted and killed on other CPUs: mostly while
+/// the CPU of one waits to report an end.
+fn killed_at_ends() -> Scenario {
+    let mut steps = vec![Step::Console("steward> "), Step::Type("\x1da")];
+    for _ in 0..10 {
+        for (command, answer) in [
+            ("restart a\r", "restart a: done"),
+            ("restart b\r", "restart b: done"),
+            ("restart c\r", "restart c: done"),
+        ] {
+            let runs = Step::Console("1000 interrupts have ended");
+            steps.extend([Step::Type(command), Step::Console(answer), runs]);
+        }
+    }
+    for (command, answer) in [
+        ("kill a\r", "kill a: done"),
+        ("kill b\r", "kill b: done"),
+        ("kill c\r", "kill c: done"),
+        ("shutdown\r", "the operator shell ends"),
+    ] {
+        steps.extend([Step::Type(command), Step::Console(answer)]);
+    }
+    let guest = |name| micro(name, "ends", "console = \"mux\"\nessential = false");
+    let system = steward() + &["a", "b", "c"].map(guest).concat();
+    Scenario { cpus: &[4], steps, limit: 120, ..arm64("killed-at-ends", system) }
+}
+
+/// The operator shell.
+fn steward() -> String {
+    let more = "console = \"mux\"\nmanage = true\npriority = 20";
+    task("steward", "steward", &[], more)
 }
 
 /// The system of `examples/arm64.toml` under an operator.

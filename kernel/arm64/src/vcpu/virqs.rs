@@ -276,16 +276,22 @@ pub fn has_linked() -> bool {
     with_interface!(I: has_bit::<I>(ich::LINKED), else false)
 }
 
-/// Returns whether an interrupt is pending in a list register.
+/// Returns whether an interrupt is pending in a list register, or its end is to be reported.
 #[inline(always)]
 pub fn has_pending() -> bool {
-    !are_free() && with_interface!(I: has_bit::<I>(ich::PENDING), else false)
+    !are_free() && (has_ended() || with_interface!(I: has_bit::<I>(ich::PENDING), else false))
 }
 
 /// Returns whether a list register in use has this bit.
 fn has_bit<I: Interface>(bit: u64) -> bool {
     let free = I::free_lists();
     free != ALL_LISTS && (0..LISTS).any(|index| free & 1 << index == 0 && I::list(index) & bit != 0)
+}
+
+/// Returns whether the end of an interrupt is to be reported. The maintenance interrupt occurs as
+/// long as a list register has that.
+pub fn has_ended() -> bool {
+    with_interface!(I: I::ended() != 0, else false)
 }
 
 /// Takes the number of an interrupt whose end is to be reported, if the guest has ended one.
