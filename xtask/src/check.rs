@@ -18,6 +18,8 @@ const EXAMPLE_ARM64: &str = "examples/arm64.toml";
 const TESTS: &str = "parador-tests";
 /// Target of [`TESTS`] that is never a part of all tests.
 const FRONT_DOOR: &str = "front-door";
+/// Argument that selects all tests that start no system.
+const UNITS: &str = "units";
 /// Option for [`TESTS`] that runs systems again and again.
 const REPEAT: &str = "--repeat";
 const BENCH: &str = "parador-bench";
@@ -83,31 +85,36 @@ fn front_door(arguments: &[String]) -> Result<()> {
     run(command.args(arguments))
 }
 
-/// `cargo xtask test [--long] [--repeat N] [OPTION...] [FILTER...]`: unit tests and device scripts
-/// on the host, then systems in QEMU. The second part runs even if the first fails, so that one run
-/// shows everything. Repeated systems run without the first part.
+/// `cargo xtask test [--long]`: unit tests and device scripts on the host, then systems in QEMU. The
+/// second part runs even if the first fails, so that one run shows everything.
+/// `cargo xtask test units` is the first part, and options or filters of systems select the second.
 pub fn test(arguments: &[String]) -> Result<()> {
     let (long, arguments) = match arguments {
         [first, rest @ ..] if first == FRONT_DOOR => return front_door(rest),
         [first, rest @ ..] if first == "--long" => (true, rest),
         _ => (false, arguments),
     };
+    if arguments == [UNITS] {
+        build(&[])?;
+        return unit_tests(long);
+    }
+    let is_all = arguments.is_empty();
     let is_repeated = arguments.iter().any(|argument| argument == REPEAT);
-    if arguments.is_empty() {
+    if is_all {
         require_space()?;
     }
     let start = Instant::now();
     build(&["host".to_owned()])?;
     // Systems have time limits, which assume that no kernel build runs beside them. Compilers of
     // Rust leave it room: they often have one thing to do at a time.
-    let kernel = (arguments.is_empty() || is_repeated).then(|| {
+    let kernel = (is_all || is_repeated).then(|| {
         let mut command = Command::new("nice");
         command.arg(parador().get_program()).args(["kernel", "build"]).current_dir(workspace());
         thread::spawn(move || run(&mut command))
     });
     build(&[])?;
     println!("built in {} s", start.elapsed().as_secs());
-    let unit_result = if is_repeated { Ok(()) } else { unit_tests(long) };
+    let unit_result = if is_all { unit_tests(long) } else { Ok(()) };
     let wait = Instant::now();
     let kernel_result = kernel.map_or(Ok(()), |kernel| {
         kernel.join().unwrap_or_else(|_| bail!("the thread that builds the kernel panicked"))

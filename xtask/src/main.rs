@@ -37,10 +37,11 @@ usage: cargo xtask COMMAND
   package [--quick] [--output FOLDER]
                           build target/parador_VERSION_amd64.deb; --quick: with the `parador` of this tree, not linked
                           statically, and without compression, for tests
+  test [--long]           unit tests, device scripts, and systems; --long: machines are under load for minutes
+  test [--long] units     unit tests and device scripts
   test [--long] [--class CLASS] [FILTER...]
-                          unit tests, device scripts, and systems; --long: machines are under load for minutes;
-                          CLASS: smp-or-kill (several CPUs, killed processes) or other; FILTER: a part of a name,
-                          such as `bochs/` for all on the second emulator
+                          systems: those of a CLASS, smp-or-kill (several CPUs, killed processes) or other, and
+                          with names that contain a FILTER, such as `bochs/` for all on the second emulator
   test --repeat N [--busy LOOPS] [--class CLASS] [FILTER...]
                           systems only, until each has N results, and a table of failures; a further call continues
                           where this one was interrupted
