@@ -17,7 +17,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// Mount tag of the root.
@@ -132,6 +132,18 @@ impl Plan {
             user: self.user(),
             terminal,
         })
+    }
+
+    /// Returns a directory of another user which root's guest is to change, but where it has no
+    /// rights.
+    pub fn of_other_user(&self) -> Option<&Path> {
+        let mut changed = self.shared.iter().filter(|shared| !shared.read_only && !shared.owners);
+        let found = changed.find(|shared| {
+            let found = fs::metadata(&shared.folder);
+            geteuid().is_root()
+                && found.is_ok_and(|found| is_closed_to_root(found.uid(), found.mode()))
+        });
+        found.map(|shared| shared.folder.as_path())
     }
 
     /// Returns the user of the command: that of the image, or the caller.
@@ -312,6 +324,11 @@ fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
     Ok(shared)
 }
 
+/// Returns whether root without its capabilities may not write to a file of this owner and mode.
+fn is_closed_to_root(owner: u32, mode: u32) -> bool {
+    owner != 0 && mode & 0o002 == 0
+}
+
 /// Returns whether the caller may read files of all owners: root, except in containers that lack
 /// the capability.
 fn reads_all() -> bool {
@@ -458,6 +475,12 @@ mod tests {
         for folder in ["/", "/process", "/dev/shm", "/dev/shm/a", "/srv/dev", "/system"] {
             assert!(!is_of_kernel(Path::new(folder)), "{folder}");
         }
+    }
+
+    #[test]
+    fn folders_of_other_users_are_closed_to_root() {
+        assert!(is_closed_to_root(1000, 0o40755) && is_closed_to_root(1000, 0o40770));
+        assert!(!is_closed_to_root(0, 0o40700) && !is_closed_to_root(1000, 0o41777));
     }
 
     fn joined_path(variables: &[OsString]) -> OsString {

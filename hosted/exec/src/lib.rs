@@ -31,7 +31,7 @@ use clap::{Args, ValueEnum};
 use guest::Plan;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt;
-use hosted_command::messages::{self, Format};
+use hosted_command::messages::{self, Format, Level};
 use hosted_command::programs::Named;
 use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::value::Size;
@@ -232,7 +232,16 @@ fn carry(
     };
     let command = plan.command(carrier.terminal())?;
     carrier.request(vm, &AgentRequest::Start(command))?;
-    carrier.carry(vm, deadline).map(|carried| carried.code)
+    let code = carrier.carry(vm, deadline)?.code;
+    if let Some(folder) = plan.of_other_user().filter(|_| code != 0) {
+        let folder = folder.display();
+        let text = format!(
+            "root of the guest cannot change files of other users, as in {folder}; \
+            `--rw {folder},owners=on` lets it"
+        );
+        messages::say(Level::Warn, &text);
+    }
+    Ok(code)
 }
 
 #[cfg(test)]

@@ -350,6 +350,23 @@ pub fn owners() -> Result<()> {
         let is_good = (found.uid(), found.gid()) == owners && found.mode() == mode;
         ensure!(is_good, "{name}: {found:?}");
     }
+    unwritable(&rig)
+}
+
+/// Without `owners=on` root of the guest cannot change a folder of another user; if its command
+/// fails, the remedy is stated.
+fn unwritable(rig: &Rig) -> Result<()> {
+    let folder = rig.path("foreign");
+    fs::create_dir(&folder).context("cannot make a folder")?;
+    chown(&folder, Some(1234), Some(1234)).context("cannot change an owner")?;
+    for (script, code, is_stated) in [("echo 1 >made", 2, true), ("test ! -e made", 0, false)] {
+        let mut command = exec(rig);
+        command.current_dir(&folder).args(["/", "--", "sh", "-c", script]);
+        let ended = run(&mut command, "")?;
+        let errors = String::from_utf8_lossy(&ended.stderr);
+        let states = errors.contains(&format!("`--rw {},owners=on` lets it", folder.display()));
+        ensure!(ended.status.code() == Some(code) && states == is_stated, "{ended:?}");
+    }
     Ok(())
 }
 
