@@ -4,7 +4,7 @@ use proto::agent::container::{ContainerStatistics, Limits};
 use std::fs;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -53,9 +53,35 @@ fn set_device_filter(place: &Path, filter: &[u64]) -> io::Result<()> {
 
 /// Moves this process to the cgroup of a container.
 pub fn join(name: &str) -> io::Result<()> {
+    enter(&place(name)).map_err(named("join the container's cgroup"))
+}
+
+/// Moves this process to the cgroup of a container, or, if that has processes only in cgroups that
+/// it has made below, to the one of its first process.
+pub fn join_beside(name: &str, first: i32) -> io::Result<()> {
+    match enter(&place(name)) {
+        // It gives its controllers to those below (cgroups of version 2 have no processes then).
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            let text = fs::read_to_string(format!("/proc/{first}/cgroup"))?;
+            let below = place_below(name, &text).ok_or(error);
+            below.and_then(|place| enter(&place))
+        }
+        joined => joined,
+    }
+    .map_err(named("join the container's cgroup"))
+}
+
+fn enter(place: &Path) -> io::Result<()> {
     // 0 is the process that writes.
-    let joined = fs::write(place(name).join("cgroup.procs"), "0");
-    joined.map_err(named("join the container's cgroup"))
+    fs::write(place.join("cgroup.procs"), "0")
+}
+
+/// Returns the cgroup of a process by its `/proc/PID/cgroup`, if it is below the container's.
+fn place_below(name: &str, text: &str) -> Option<PathBuf> {
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let place = Path::new(ROOT).join(path);
+    let is_plain = Path::new(path).components().all(|it| matches!(it, Component::Normal(_)));
+    (is_plain && place.starts_with(self::place(name))).then_some(place)
 }
 
 /// Kills all processes of a container. Those in a PID namespace of its own end with its first
@@ -190,6 +216,16 @@ mod tests {
         assert_eq!(cpu_limit("max 100000\n", Some(50_000), None), "50000 100000");
         assert_eq!(cpu_limit("50000 100000\n", None, Some(20_000)), "50000 20000");
         assert_eq!(cpu_limit("50000 100000\n", Some(u64::MAX), Some(1_000)), "max 1000");
+    }
+
+    #[test]
+    fn processes_are_below_their_container() {
+        let below = |text: &str| place_below("a", text);
+        assert_eq!(below("0::/a/b\n"), Some("/sys/fs/cgroup/a/b".into()));
+        assert_eq!(below("0::/a\n"), Some("/sys/fs/cgroup/a".into()));
+        for wrong in ["0::/ab\n", "0::/a/../b\n", "0::/\n", "1:cpu:/a\n", ""] {
+            assert_eq!(below(wrong), None, "{wrong}");
+        }
     }
 
     #[test]

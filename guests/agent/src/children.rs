@@ -48,6 +48,13 @@ impl Children {
         Ok((pid, receiver))
     }
 
+    /// Carries out an action unless the end of a child was taken: until then no other process has
+    /// its number.
+    pub fn while_known<T>(&self, child: Pid, action: impl FnOnce() -> T) -> Option<T> {
+        let waiting = self.0.waiting();
+        waiting.contains_key(&child.as_raw_nonzero().get()).then(action)
+    }
+
     /// Starts a program in a PID namespace, which `enter` selects for the children of its thread.
     pub fn spawn_in(
         &self,
@@ -112,8 +119,12 @@ mod tests {
         let (pid, killed) = shell("exec sleep 100").expect("a shell");
         let (_, two) = shell("exit 2").expect("a shell");
         assert_eq!(two.recv(), Ok(End::Exited(2)));
-        kill_process(pid, Signal::KILL).expect("it runs");
+        children
+            .while_known(pid, || kill_process(pid, Signal::KILL))
+            .expect("known")
+            .expect("runs");
         assert_eq!(killed.recv(), Ok(End::Signalled(9)));
+        assert_eq!(children.while_known(pid, || ()), None);
         // Taking the child of a start that fails would be a panic.
         assert!(children.spawn(&mut Command::new("/no/such/program")).is_err());
     }

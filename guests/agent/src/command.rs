@@ -278,11 +278,12 @@ impl Running {
 
     /// Sends a signal to the command's process group, or to the container's process. One that has
     /// ended gets none.
-    pub fn signal(&self, number: u8) {
+    pub fn signal(&self, children: &Children, number: u8) {
         if self.is_alone {
             // Real-time signals, too, which have no names.
             let pid = self.pid.as_raw_pid().unsigned_abs();
-            return host_linux::sys::kill(pid, number.into());
+            children.while_known(self.pid, || host_linux::sys::kill(pid, number.into()));
+            return;
         }
         if let Some(signal) = Signal::from_named_raw(number.into()) {
             let _ = kill_process_group(self.pid, signal);

@@ -187,15 +187,17 @@ impl Control<'_> {
                         Err(error) => self.report(Err(error))?,
                     }
                 }
-                AgentRequest::Signal(number) => {
-                    self.running.iter().for_each(|it| it.signal(number))
-                }
+                AgentRequest::Signal(number) => self.signal(number),
                 AgentRequest::Resize(window) => {
                     self.running.iter().for_each(|it| it.resize(window))
                 }
             }
         }
         Ok(())
+    }
+
+    fn signal(&self, number: u8) {
+        self.running.iter().for_each(|it| it.signal(&self.agent.children, number));
     }
 
     fn report(&self, done: io::Result<()>) -> io::Result<()> {
@@ -283,6 +285,9 @@ impl Control<'_> {
 
     fn enter(&mut self, name: &str, process: ContainerProcess<'_>) -> io::Result<()> {
         let container = (name, self.first_process(name)?);
+        if self.agent.children.while_known(container.1, || ()).is_none() {
+            return Err(io::Error::other(format!("enter the container {name}: it has ended")));
+        }
         let streams = self.streams()?;
         let entered = command::enter(&self.agent.children, container, process, streams)?;
         self.running = Some(entered.0);
@@ -307,9 +312,11 @@ impl Control<'_> {
     /// The host has closed the connection: the command ends.
     fn end(self) {
         const KILL: u8 = 9;
-        self.running.iter().for_each(|running| running.signal(KILL));
+        self.signal(KILL);
         if let Some(name) = &self.container {
             cgroup::kill(name);
+            // One whose program was not started has it still.
+            cgroup::remove(name);
         }
         let mut commands = self.agent.commands();
         commands.streams.remove(&self.command);

@@ -430,7 +430,7 @@ impl Member<'_> {
     pub fn enter(&self) -> io::Result<()> {
         // All are opened before the root changes.
         let all = ["ipc", "uts", "cgroup", "mnt"].map(|name| self.open(name));
-        cgroup::join(self.name)?;
+        cgroup::join_beside(self.name, self.first)?;
         for namespace in all {
             move_into_link_name_space(namespace?.as_fd(), None)
                 .map_err(io::Error::from)

@@ -248,17 +248,21 @@ fn become_member(
 /// Starts the program of a container's process; returns only with an error.
 fn start(process: &ContainerProcess<'_>, program: &Path) -> io::Result<io::Error> {
     let command = &process.command;
+    // Neither need be readable for the user.
+    let home = match &command.user {
+        CommandUser::Ids { user, .. } if !has_home(command) => Some(home(*user)),
+        _ => None,
+    };
+    let entered = enter_folder(command);
     privileges::apply(process)?;
     // The user may have rights to it that root has not, and the other way round.
-    enter_folder(command)?;
+    entered.or_else(|_| enter_folder(command))?;
     let mut arguments = command.arguments.iter().map(OsStr::from_bytes);
     let mut started = Command::new(program);
     started.arg0(arguments.next().unwrap_or_default());
     add_environment(&mut started, command).args(arguments);
-    if let (false, CommandUser::Ids { user, .. }) = (has_home(command), &command.user) {
-        let user = user.to_string();
-        let home = users::resolve(&CommandUser::Named(&user))?.home;
-        started.env("HOME", home.unwrap_or_else(|| "/".to_owned()));
+    if let Some(home) = home {
+        started.env("HOME", home);
     }
     check_format(program).map_err(|error| {
         io::Error::new(error.kind(), format!("exec {}: {error}", program.display()))
@@ -293,6 +297,12 @@ fn has_home(command: &GuestCommand<'_>) -> bool {
     homes.last().is_some_and(|home| !home.is_empty())
 }
 
+/// Returns the home folder of a user, by the container's own files if they have it.
+fn home(user: u32) -> String {
+    let found = users::resolve(&CommandUser::Named(&user.to_string()));
+    found.ok().and_then(|user| user.home).unwrap_or_else(|| "/".to_owned())
+}
+
 /// Finds the program of a container's process. The texts are those by which engines recognise that
 /// it does not exist.
 fn find(command: &GuestCommand<'_>) -> io::Result<PathBuf> {
@@ -313,7 +323,8 @@ fn find(command: &GuestCommand<'_>) -> io::Result<PathBuf> {
             Err(_) => Err(missing("")),
         };
     }
-    let search = command.environment.iter().find_map(|it| it.strip_prefix(b"PATH="));
+    // The last one counts, as for the program.
+    let search = command.environment.iter().filter_map(|it| it.strip_prefix(b"PATH=")).last();
     let folders = search.unwrap_or(b"/bin:/usr/bin").split(|&byte| byte == b':');
     let found = folders.map(|folder| Path::new(OsStr::from_bytes(folder)).join(name));
     let mut found = found.filter(|path| is_program(path));
@@ -344,7 +355,7 @@ mod tests {
         assert_eq!(find(b"sh\0", b"A=b\0PATH=/no:/bin\0"), Ok("/bin/sh".into()));
         assert_eq!(find(b"bin/env\0", b""), Ok("/usr/bin/env".into()));
         let text = "start `sh`: executable file not found in $PATH: No such file or directory";
-        assert_eq!(find(b"sh\0", b"PATH=/no\0"), Err(text.to_owned()));
+        assert_eq!(find(b"sh\0", b"PATH=/bin\0PATH=/no\0"), Err(text.to_owned()));
         let text = "start `/no`: executable file not found: No such file or directory";
         assert_eq!(find(b"/no\0", b""), Err(text.to_owned()));
         assert_eq!(find(b"/etc\0", b""), Err("exec `/etc`: Permission denied".to_owned()));

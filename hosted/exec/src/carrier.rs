@@ -113,6 +113,11 @@ impl Carrier {
         let Self { control, signals, streams, has_terminal } = self;
         let _raw = has_terminal.then(Raw::enter);
         let outputs = streams.copy()?;
+        if has_terminal {
+            // An engine may have set it since the command was created. The connection ends with
+            // the command.
+            let _ = wire::send(&control.stream, &AgentRequest::Resize(window()));
+        }
         forward(signals, &control)?;
         let end = end_of(&control)?;
         let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));

@@ -14,7 +14,7 @@ use crate::view::View;
 use crate::{
     balloon, cgroup, forward, refuse, report, resolver, scratch, share, shortage, terminal,
 };
-use hosted_command::failure::{Failure, IoContext};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::input;
 use hosted_command::messages::to_stderr;
 use hosted_command::proc_number;
@@ -252,14 +252,19 @@ fn container(
     let Container { mut vm, network, carrier, listener, sandbox, cgroups } = container;
     // Without the process that has started it, no engine knows of the container.
     let carried = match is_reported {
-        true => wait_and_carry(&mut vm, &network, carrier, &listener),
+        true => {
+            let note = || store.note_start(&carry.id);
+            wait_and_carry(&mut vm, &network, carrier, listener, note)
+        }
         false => Ok(Carried { code: LOST, lacked_memory: false }),
     };
-    if carried.is_err()
+    if let Err(failure) = &carried
+        && failure.code() != failure::UNAVAILABLE
         && let Some(vm) = sandbox.and_then(ProcessId::pid)
     {
-        // A guest that sends malformed messages serves none of its containers. The VM may have
-        // ended, and this process is not its parent.
+        // A guest that sends malformed messages serves none of its containers; one that cannot
+        // start a program serves the others. The VM may have ended, and this process is not its
+        // parent.
         let _ = kill_process(vm, Signal::TERM);
     }
     match carried {
@@ -316,6 +321,7 @@ impl Container {
             terminal::give(socket, bundle.process.console_size().as_ref())?;
         }
         enter_cgroups(store, &mut state, &bundle)?;
+        set_oom_score(&bundle);
         let mut vm = match bundle.sandbox {
             Some(_) => (AgentVm::attach(state.vm_folder.clone()), VmNetwork::Missing),
             None => start_vm(global, &state, &bundle)?,
@@ -384,6 +390,20 @@ impl Container {
     }
 }
 
+/// Sets the score of this process and of its VM for the host's OOM killer. That of a sandbox is for
+/// its process alone; its VM has the memory of all containers.
+fn set_oom_score(bundle: &Bundle) {
+    let score = match (&bundle.sandbox, bundle.is_sandbox) {
+        (Some(_), _) => None,
+        (None, true) => Some(0),
+        (None, false) => bundle.process.oom_score_adj(),
+    };
+    if let Some(score) = score {
+        // An ordinary user cannot lower it.
+        let _ = fs::write("/proc/self/oom_score_adj", score.to_string());
+    }
+}
+
 /// Moves this process to the cgroups of its container.
 fn enter_cgroups(
     store: &Store,
@@ -447,12 +467,13 @@ fn start_vm(
     }
 }
 
-/// Waits until the container is to be started, and carries it to its end.
+/// Waits until the container is to be started, notes that, and carries it to its end.
 fn wait_and_carry(
     vm: &mut AgentVm,
     network: &ContainerNetwork,
     mut carrier: Carrier,
-    listener: &UnixListener,
+    listener: UnixListener,
+    note: impl FnOnce() -> Result<(), Failure>,
 ) -> Result<Carried, Failure> {
     let stream = loop {
         if let Some(code) = carrier.early_end() {
@@ -471,8 +492,12 @@ fn wait_and_carry(
             break listener.accept().os_error("wait for the start")?.0;
         }
     };
-    let started =
-        network.connect(vm, &carrier).and_then(|()| carrier.request(vm, &AgentRequest::Run));
+    // A further `start` must not wait for an answer.
+    drop(listener);
+    let started = network
+        .connect(vm, &carrier)
+        .and_then(|()| carrier.request(vm, &AgentRequest::Run))
+        .and_then(|()| note());
     // The process that wants the start may have been killed; the container has started.
     let _ = send(&stream, &started);
     started?;

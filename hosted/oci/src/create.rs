@@ -11,6 +11,7 @@ use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::to_stderr;
 use hosted_monitor::runtime::RuntimeFolder;
 use hosted_monitor::vm_files::KernelFile;
+use oci_spec::runtime::LinuxNamespaceType;
 use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io::Write;
@@ -95,6 +96,7 @@ fn build(
         annotations: bundle.annotations.clone(),
         vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
         vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
+        pid_owner: sandbox.as_ref().and_then(|sandbox| pid_owner(store, bundle, sandbox)),
         memory_limit: bundle.memory_limit,
         cpu_quota: bundle.host_limits.cpu_quota,
         cpu_period: bundle.host_limits.cpu_period,
@@ -125,17 +127,42 @@ fn build(
     share::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts, modules)?;
     let console = arguments.console_socket.as_deref();
     let mut carrier = carrier::start(global, &state, console, None)?;
-    if let Err(failure) = run_hooks(store, id, bundle) {
-        end(&mut carrier);
-        return Err(failure);
+    let begun = run_hooks(store, id, bundle, (Stage::Create, Status::Creating));
+    let created = match begun {
+        Ok(()) => write_pid(arguments.pid_file.as_deref(), carrier),
+        Err(failure) => {
+            end(&mut carrier);
+            Err(failure)
+        }
+    };
+    if created.is_err() {
+        // They undo what those before have done (OCI runtime specification, "Lifecycle").
+        let undone = run_hooks(store, id, bundle, (Stage::Deleted, Status::Stopped));
+        undone.unwrap_or_else(|failure| report::warning(global, &failure));
     }
-    write_pid(arguments.pid_file.as_deref(), carrier)
+    created
 }
 
-fn run_hooks(store: &Store, id: &str, bundle: &Bundle) -> Result<(), Failure> {
+fn run_hooks(
+    store: &Store,
+    id: &str,
+    bundle: &Bundle,
+    (stage, status): (Stage, Status),
+) -> Result<(), Failure> {
     let mut state = lifecycle::describe(store, &store.load(id)?);
-    state["status"] = Status::Creating.word().into();
-    hooks::run(bundle.hooks.as_ref(), Stage::Create, &state)
+    state["status"] = status.word().into();
+    hooks::run(bundle.hooks.as_ref(), stage, &state)
+}
+
+/// Returns the container in the VM of a sandbox whose PID namespace a container is to have, if its
+/// configuration states that of a carrier.
+fn pid_owner(store: &Store, bundle: &Bundle, sandbox: &ContainerRecord) -> Option<String> {
+    let all = bundle.linux.namespaces().as_ref()?;
+    let stated = all.iter().find(|it| it.typ() == LinuxNamespaceType::Pid)?.path().as_ref()?;
+    let number = stated.to_str()?.strip_prefix("/proc/")?.strip_suffix("/ns/pid")?;
+    let number = number.parse::<i32>().ok()?;
+    let is_it = |other: &ContainerRecord| other.carrier.is_some_and(|it| it.pid == number);
+    store.in_vm(&sandbox.vm_folder).into_iter().find(is_it).map(|other| other.id)
 }
 
 /// Ends a carrier of which no engine knows.

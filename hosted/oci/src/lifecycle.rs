@@ -113,7 +113,6 @@ fn start(global: &Global, store: &Store, id: &str) -> Result<(), Failure> {
         _ => return Err(refuse("cannot start an already running container")),
     }
     carrier::let_start(&state)?;
-    store.note_start(id)?;
     let hooks = Bundle::of(store, &state)?.hooks;
     // The container runs: a failure is a warning (OCI runtime specification, "Lifecycle").
     let done = hooks::run(hooks.as_ref(), Stage::Started, &describe(store, &state));

@@ -95,6 +95,14 @@ impl<'a> ProcessMessage<'a> {
             let text = format!("Cwd must be an absolute path: {:?}", process.cwd());
             return Err(refuse(text));
         }
+        let unknown = [
+            ("scheduler", process.scheduler().is_some()),
+            ("ioPriority", process.io_priority().is_some()),
+            ("execCPUAffinity", process.exec_cpu_affinity().is_some()),
+        ];
+        if let Some((name, _)) = unknown.iter().find(|(_, is_stated)| *is_stated) {
+            return Err(refuse(format!("process.{name}: a process in a VM cannot have it")));
+        }
         let personality = linux.personality().as_ref().map(|it| match it.domain() {
             LinuxPersonalityDomain::PerLinux => 0,
             LinuxPersonalityDomain::PerLinux32 => PERSONALITY_32_BIT,
@@ -218,6 +226,7 @@ impl<'a> ContainerMessage<'a> {
         let parameters = parameters.map(|(name, value)| (&**name, &**value));
         let domain = self.bundle.domain.as_deref().map(|domain| (DOMAIN, domain));
         let limits = linux.resources().as_ref().map(|all| StatedLimits::new(all).guest());
+        let owner = self.state.pid_owner.as_deref().or(self.bundle.sandbox.as_deref());
         Ok(Container {
             name: &self.state.id,
             root: bytes(&self.root),
@@ -225,7 +234,7 @@ impl<'a> ContainerMessage<'a> {
             has_scratch: self.state.vm_scratch.is_some(),
             hostname: &self.bundle.hostname,
             namespaces: self.bundle.namespaces,
-            sandbox: self.bundle.sandbox.as_deref().unwrap_or_default(),
+            sandbox: owner.unwrap_or_default(),
             mounts: mounts.collect(),
             has_all_devices: self.bundle.is_privileged,
             devices: linux.devices().iter().flatten().map(device).collect(),

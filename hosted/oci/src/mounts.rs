@@ -6,7 +6,7 @@ use oci_spec::runtime::Mount;
 use rustix::mount::MountFlags;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::{Display, Path, PathBuf};
 
 /// Kinds of file systems that a guest has for containers.
 const KINDS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
@@ -93,6 +93,11 @@ pub struct MountPlan {
     pub follows: bool,
 }
 
+/// Refuses a map without which the owners of files would be wrong.
+fn no_map(place: Display<'_>) -> Failure {
+    refuse(format!("mount {place}: a VM cannot map the IDs of users"))
+}
+
 impl MountPlan {
     /// Reads a mount of a configuration.
     ///
@@ -120,13 +125,14 @@ impl MountPlan {
                     let text = format!("mount {shown}: a VM cannot propagate mounts to the host");
                     return Err(refuse(text));
                 }
-                // Without it the owners of files would be wrong.
-                "idmap" | "ridmap" => {
-                    return Err(refuse(format!("mount {shown}: a VM cannot map the IDs of users")));
-                }
+                "idmap" | "ridmap" => return Err(no_map(shown)),
                 option if IGNORED.contains(&option) => {}
                 option => data.push(option),
             }
+        }
+        let maps = [mount.uid_mappings(), mount.gid_mappings()].into_iter().flatten().flatten();
+        if maps.into_iter().any(|map| map.container_id() != map.host_id()) {
+            return Err(no_map(shown));
         }
         let kind = mount.typ().as_deref().unwrap_or_default();
         let bind = bind.or_else(|| (kind == "bind").then_some(true));

@@ -21,6 +21,8 @@ const STATE: &str = "state.json";
 const LOCK: &str = "lock";
 /// File that exists once the container was started.
 const STARTED: &str = "started";
+/// First letter of the folder of a container that is being removed, which no container's name has.
+const REMOVED: char = '~';
 /// Longest name of a container: it is that of a folder.
 const LONGEST: usize = 255;
 
@@ -50,6 +52,9 @@ pub struct ContainerRecord {
     pub folder: PathBuf,
     /// Folder of the VM: that of the container, or of its sandbox.
     pub vm_folder: PathBuf,
+    /// Container whose PID namespace it has; `None`: its own, or that of its sandbox.
+    #[serde(default)]
+    pub pid_owner: Option<String>,
     /// Memory of the VM in bytes.
     pub vm_memory: u64,
     /// Limit of memory in bytes; `None`: none. That of a sandbox is the sum of its containers'.
@@ -273,14 +278,19 @@ impl Store {
     /// It cannot be removed.
     pub fn remove(&self, id: &str) -> Result<(), Failure> {
         let folder = self.folder(id)?;
-        fs::remove_dir_all(&folder).file_error("remove", &folder)
+        // No command that waits for the lock finds the folder, and makes files in it again.
+        let removed = self.0.join(format!("{REMOVED}{id}"));
+        // A killed command may have left it.
+        let _ = fs::remove_dir_all(&removed);
+        fs::rename(&folder, &removed).file_error("remove", &folder)?;
+        fs::remove_dir_all(&removed).file_error("remove", &removed)
     }
 
     /// Returns the names of all containers.
     pub fn ids(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).into_iter().flatten().flatten();
-        let mut ids: Vec<String> =
-            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut ids: Vec<String> = names.filter(|name| self.folder(name).is_ok()).collect();
         ids.sort();
         ids
     }
@@ -313,6 +323,7 @@ pub mod testing {
             annotations: HashMap::new(),
             folder: "/folder".into(),
             vm_folder: "/folder".into(),
+            pid_owner: None,
             vm_memory: 64 << 20,
             memory_limit: None,
             cpu_quota: None,
@@ -367,8 +378,11 @@ mod tests {
             waiting.join().unwrap()
         });
         assert_eq!(text(waiting.unwrap_err()), "container \"a\" does not exist");
+        // A killed command has left its folder.
+        fs::create_dir_all(store.root().join("~a/b")).unwrap();
+        assert_eq!(store.ids(), ["a"]);
         store.remove("a").unwrap();
-        assert!(store.ids().is_empty());
+        assert!(fs::read_dir(store.root()).unwrap().next().is_none());
     }
 
     #[test]

@@ -24,6 +24,7 @@ use std::fs::{self, File};
 use std::io::{PipeWriter, Read, Write, pipe};
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
@@ -438,7 +439,7 @@ fn balloon(engine: &Engine, cgroup: &str) -> Result<()> {
 /// Configurations that a VM cannot carry out leave nothing.
 fn refusals(engine: &Engine) -> Result<()> {
     type Change = fn(&mut Value);
-    let cases: [(&str, Change); 12] = [
+    let cases: [(&str, Change); 14] = [
         // As Docker has it, and not as others do, which leave the namespace out.
         ("a VM cannot have the host's network namespace", |config| {
             config["linux"]["namespaces"][1]["path"] = json!("/proc/self/ns/net");
@@ -470,6 +471,13 @@ fn refusals(engine: &Engine) -> Result<()> {
             config["process"]["args"] = json!(["none"]);
         }),
         ("cannot mount", |config| config["mounts"][4]["source"] = json!("/no/such")),
+        ("mount /volume: a VM cannot map the IDs of users", |config| {
+            let map = json!([{ "containerID": 0, "hostID": 1000, "size": 1 }]);
+            config["mounts"][4]["uidMappings"] = map;
+        }),
+        ("process.scheduler: a process in a VM cannot have it", |config| {
+            config["process"]["scheduler"] = json!({ "policy": "SCHED_BATCH" });
+        }),
         ("annotation dev.parador.memory: invalid size", |config| {
             config["annotations"] = json!({ "dev.parador.memory": "x" });
         }),
@@ -527,7 +535,25 @@ pub fn killed() -> Result<()> {
     let _input = engine.create("forced")?;
     engine.succeed(&["delete", "--force", "forced"])?;
     engine.nothing_left("forced")?;
+    killed_start(&engine)?;
     sandbox::deleted_first(&engine)
+}
+
+/// A container runs, and is known to run, although `start` was killed before it had an answer.
+fn killed_start(engine: &Engine) -> Result<()> {
+    engine.bundle("starting", "sleep 1000", |_| {})?;
+    let _input = engine.create("starting")?;
+    let state = fs::read(engine.path("root/starting/state.json")).context("no state")?;
+    let state: Value = serde_json::from_slice(&state).context("no state")?;
+    let folder = Path::new(state["folder"].as_str().context("no folder")?);
+    // What `start` does first.
+    drop(UnixStream::connect(folder.join("start")).context("cannot connect")?);
+    engine.wait_for("starting", "running")?;
+    engine.refused(&["start", "starting"], "cannot start an already running container")?;
+    engine.succeed(&["exec", "starting", "true"])?;
+    engine.refused(&["delete", "starting"], "that is not stopped: running")?;
+    engine.succeed(&["delete", "--force", "starting"])?;
+    engine.nothing_left("starting")
 }
 
 /// Process that is killed at a step.

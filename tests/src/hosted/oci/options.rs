@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Instant;
 
@@ -23,8 +24,17 @@ pub fn like_runc() -> Result<()> {
             .map(|name| (name.to_owned(), hook(name)))
             .collect();
         config["linux"]["resources"]["cpu"] = json!({ "cpus": "0" });
+        config["process"]["oomScoreAdj"] = json!(500);
+        let cgroups = json!({ "destination": "/sys/fs/cgroup", "type": "cgroup" });
+        config["mounts"].as_array_mut().map(|mounts| mounts.push(cgroups));
         privileged(config);
     })?;
+    let private = engine.path("o/rootfs/private");
+    fs::create_dir(&private)?;
+    fs::write(engine.path("o/rootfs/etc/passwd"), "web:x:5:5::/srv:/bin/sh\n")?;
+    for (path, mode) in [(private, 0o700), (engine.path("o/rootfs/etc/passwd"), 0o600)] {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+    }
     // A pipe in the place of a file that is to be written has no reader.
     make_pipe(&engine.path("pid.new"))?;
     let _input = engine.create("o")?;
@@ -36,8 +46,12 @@ pub fn like_runc() -> Result<()> {
     seen(&engine, "createRuntime", "creating", pid)?;
     engine.succeed(&["start", "o"])?;
     seen(&engine, "poststart", "running", pid)?;
+    let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?;
+    ensure!(score == "500\n", "the host's score: {score}");
     terminal(&engine)?;
     capabilities(&engine)?;
+    folders(&engine)?;
+    nested_cgroups(&engine)?;
     // It has the guest's devices, and those of the host that the guest knows.
     let script = "[ -c /dev/kmsg ] && cat /dev/loop0 && [ -c /dev/own ] && ls /dev | grep -c no";
     let ended = engine.call(&["exec", "o", "sh", "-c", script])?;
@@ -112,6 +126,27 @@ fn capabilities(engine: &Engine) -> Result<()> {
     engine.refused(&["exec", "--cap", "CAP_NO", "o", "true"], "unknown capability \"CAP_NO\"")
 }
 
+/// A user starts in a folder, and has the home, that only root can look up.
+fn folders(engine: &Engine) -> Result<()> {
+    let script = "pwd; echo $HOME";
+    let of_user = ["exec", "-u", "5:5", "--cwd", "/private", "o", "sh", "-c", script];
+    let ended = engine.succeed(&of_user)?;
+    ensure!(ended == "/private\n/srv\n", "{ended}");
+    // The program is one of the path that it has.
+    let twice = ["exec", "-e", "PATH=/no", "-e", "PATH=/bin", "o", "true"];
+    engine.succeed(&twice).map(drop)
+}
+
+/// Processes enter a container that gives its controllers to cgroups of its own.
+fn nested_cgroups(engine: &Engine) -> Result<()> {
+    let script = "cd /sys/fs/cgroup && mkdir own && for process in $(cat cgroup.procs); do \
+        echo $process >own/cgroup.procs; done 2>/dev/null; echo +memory >cgroup.subtree_control";
+    engine.succeed(&["exec", "o", "sh", "-c", script])?;
+    let ended = engine.succeed(&["exec", "o", "cat", "/proc/self/cgroup"])?;
+    ensure!(ended == "0::/own\n", "{ended}");
+    Ok(())
+}
+
 /// A container that is not privileged makes nodes for devices of the guest, but cannot use them,
 /// unless its rules permit it.
 fn devices(engine: &Engine) -> Result<()> {
@@ -158,11 +193,15 @@ fn not_started(engine: &Engine) -> Result<()> {
 fn refused(engine: &Engine) -> Result<()> {
     engine.bundle("hook", "true", |config| {
         let fails = json!({ "path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 3"] });
-        config["hooks"] = json!({ "createRuntime": [fails] });
+        let script = format!("cat >{}", engine.path("seen-undone").display());
+        let undoes = json!({ "path": "/bin/sh", "args": ["sh", "-c", script] });
+        config["hooks"] = json!({ "createRuntime": [fails], "poststop": [undoes] });
     })?;
     let text = "error running createRuntime hook #0: /bin/sh: exit status: 3, stderr: why";
     engine.refused(&["create", "--bundle", "hook", "hook"], text)?;
     engine.nothing_left("hook")?;
+    let state = fs::read_to_string(engine.path("seen-undone")).context("no poststop hook")?;
+    ensure!(state.contains("\"status\":\"stopped\""), "{state}");
     engine.bundle("cpus", "true", |config| {
         config["linux"]["resources"]["cpu"] = json!({ "cpus": "4000" });
     })?;

@@ -69,6 +69,13 @@ impl Podman {
         arguments: &[&str],
         input: &str,
     ) -> Result<(Option<i32>, String)> {
+        let ended = run(&mut self.command(runtime, arguments), input)?;
+        let text = [ended.stdout, ended.stderr].concat();
+        Ok((ended.status.code(), String::from_utf8_lossy(&text).into_owned()))
+    }
+
+    /// A call of podman with a runtime.
+    fn command(&self, runtime: &Path, arguments: &[&str]) -> Command {
         let mut command = match &self.user {
             None => Command::new("timeout"),
             Some(user) => user.command("timeout"),
@@ -82,10 +89,8 @@ impl Podman {
             // The other runtime of tests has it in its script.
             command.args(["--runtime-flag", "backend=process"]);
         }
-        command.args(arguments);
-        let ended = run(command.current_dir(self.engine.rig.folder()), input)?;
-        let text = [ended.stdout, ended.stderr].concat();
-        Ok((ended.status.code(), String::from_utf8_lossy(&text).into_owned()))
+        command.args(arguments).current_dir(self.engine.rig.folder());
+        command
     }
 
     fn succeed(&self, arguments: &[&str], output: Option<&str>) -> Result<()> {
@@ -156,6 +161,7 @@ impl Drop for Podman {
 pub fn as_root() -> Result<()> {
     let podman = Podman::new()?;
     attached(&podman)?;
+    on_a_terminal(&podman)?;
     detached(&podman)?;
     podman.nothing_left()
 }
@@ -207,6 +213,24 @@ fn attached(podman: &Podman) -> Result<()> {
     podman.succeed(&run, Some("0\n"))?;
     let made = fs::read_to_string(volume.join("made")).context("the volume was not changed")?;
     ensure!(made == "made\n", "{made}");
+    Ok(())
+}
+
+/// The container's terminal has the size of that on which podman runs, which sets it after `create`.
+fn on_a_terminal(podman: &Podman) -> Result<()> {
+    let run = ["run", "--rm", "-it", "--network", "none", "test:1", "stty", "size"];
+    let command = podman.command(&podman.runtime, &run);
+    let words = [command.get_program()].into_iter().chain(command.get_args());
+    // None has a space in it. It must have a foreground process group, unlike that of `timeout`.
+    let words: Vec<_> = words.skip(4).map(|word| word.to_string_lossy()).collect();
+    let line = format!("stty rows 50 cols 132; exec {}", words.join(" "));
+    let mut script = Command::new("timeout");
+    script.args(["-s", "KILL", "200", "script", "-qec", &line, "/dev/null"]);
+    let ended = crate::hosted::exec::run(&mut script, "")?;
+    let output = String::from_utf8_lossy(&ended.stdout);
+    // `script` may add the end of its input.
+    let is_good = ended.status.success() && output.starts_with("50 132\r\n");
+    ensure!(is_good, "{ended:?}");
     Ok(())
 }
 

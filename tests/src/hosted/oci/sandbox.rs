@@ -3,6 +3,8 @@
 use super::{Engine, no_mounts_below};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 /// Annotations of the CRI.
 const KIND: &str = "io.kubernetes.cri.container-type";
@@ -45,6 +47,41 @@ fn processes_end(engine: &Engine) -> Result<()> {
     engine.succeed(&["delete", "--force", WATCHING]).map(drop)
 }
 
+/// A program that cannot be executed ends its own container only.
+fn not_executable(engine: &Engine) -> Result<()> {
+    const NAME: &str = "member-wrong";
+    engine.bundle(NAME, "", |config| {
+        member(config);
+        config["process"]["args"] = json!(["/bin/wrong"]);
+    })?;
+    let program = engine.path(NAME).join("rootfs/bin/wrong");
+    fs::write(&program, "no program").context("cannot write")?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    let _input = engine.create(NAME)?;
+    engine.refused(&["start", NAME], "Exec format error")?;
+    engine.wait_for(NAME, "stopped")?;
+    engine.succeed(&["delete", NAME])?;
+    let ended = engine.succeed(&["exec", RUNNING, "echo", "it runs"])?;
+    ensure!(ended == "it runs\n", "{ended}");
+    Ok(())
+}
+
+/// A container can have the PID namespace of another one, as `kubectl debug --target` demands.
+fn with_processes_of_another(engine: &Engine) -> Result<()> {
+    const NAME: &str = "member-debugging";
+    let other = engine.state(RUNNING)?["pid"].to_string();
+    engine.bundle(NAME, "sleep 2000", |config| {
+        member(config);
+        let shared = json!({ "type": "pid", "path": format!("/proc/{other}/ns/pid") });
+        config["linux"]["namespaces"][0] = shared;
+    })?;
+    let _input = engine.create(NAME)?;
+    engine.succeed(&["start", NAME])?;
+    let first = engine.succeed(&["exec", NAME, "cat", "/proc/1/cmdline"])?;
+    ensure!(first == "sleep\x001000\0", "the first process: {first:?}");
+    engine.succeed(&["delete", "--force", NAME]).map(drop)
+}
+
 /// The containers end with their sandbox, their mounts are removed, and they can be deleted later.
 pub(super) fn deleted_first(engine: &Engine) -> Result<()> {
     let sandbox = |config: &mut Value| config["annotations"] = json!({ KIND: "sandbox" });
@@ -56,12 +93,14 @@ pub(super) fn deleted_first(engine: &Engine) -> Result<()> {
         inputs.push(engine.create(name)?);
     }
     // Changes of the configuration have no effect once there is a container.
-    std::fs::remove_file(engine.path(RUNNING).join("config.json")).context("no configuration")?;
+    fs::remove_file(engine.path(RUNNING).join("config.json")).context("no configuration")?;
     engine.succeed(&["start", RUNNING])?;
     let group = engine.succeed(&["exec", "-u", "5", RUNNING, "id", "-g"])?;
     ensure!(group == "7\n", "the group of another user: {group}");
     engine.refused(&["pause", RUNNING], "cannot be paused alone")?;
     processes_end(engine)?;
+    not_executable(engine)?;
+    with_processes_of_another(engine)?;
     engine.refused(&["delete", POD], "cannot delete container pod that is not stopped")?;
     engine.succeed(&["delete", "--force", POD])?;
     no_mounts_below(&engine.path("run")).context("after the sandbox")?;
