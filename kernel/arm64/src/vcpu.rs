@@ -352,6 +352,8 @@ fn refuse_entry(
     local: &GuestCpu,
     entry: GuestEntry<'_>,
 ) -> ReturnToUser<Arm64> {
+    // `prepare` may have requested a maintenance interrupt.
+    virqs::finish();
     match local.refused.take() {
         Some(Refused::Exit(reason)) => return_exit(kernel, entry, reason, 0),
         Some(Refused::Failed(status)) => end_run(kernel, entry, status),
@@ -584,6 +586,7 @@ fn change_owner(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
 #[cold]
 #[inline(never)]
 pub fn withdraw_ended(kernel: &Kernel<Arm64>, local: &GuestCpu) {
+    virqs::finish();
     if !virqs::has_ended() {
         return;
     }
@@ -700,9 +703,12 @@ pub fn read_groups(local: &GuestCpu, cpu_index: usize, vcpu: &Vcpu<Arm64>, group
         return;
     }
     let (frames, state) = (&vcpu.arch, vcpu.arch.state());
-    if local.owner.get() == vcpu.handle.get() {
-        frames.system.save();
+    // The VMM may have changed them before an entry that was refused: the page has newer values.
+    if state.run.dirty.get() & group::SYSTEM == 0 {
+        if local.owner.get() == vcpu.handle.get() {
+            frames.system.save();
+        }
+        frames.system.read(state);
     }
-    frames.system.read(state);
     state.run.valid.set(state.run.valid.get() | group::SYSTEM);
 }

@@ -119,8 +119,7 @@ impl<A: Arch> Kernel<A> {
             sched.replenish(now);
         }
         if sched.remaining.get() == 0 {
-            self.deplete(handle, sched);
-            return;
+            return self.deplete(handle, sched);
         }
         let cpu = &self.cpus[sched.cpu.get()];
         self.push(cpu, (handle, sched), false);
@@ -141,12 +140,14 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Suspends a context until its next replenishment.
+    /// Suspends a context until its next replenishment, unless its holder reverts to its own.
     fn deplete(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
-        sched.refill.set(sched.refills.next());
-        sched.state.set(SchedState::Depleted);
-        self.cpus[sched.cpu.get()].refills.insert(&self.memory, handle);
-        self.update_next_event(sched.cpu.get());
+        if !self.revert_depleted_donation(handle, sched) {
+            sched.refill.set(sched.refills.next());
+            sched.state.set(SchedState::Depleted);
+            self.cpus[sched.cpu.get()].refills.insert(&self.memory, handle);
+            self.update_next_event(sched.cpu.get());
+        }
     }
 
     /// Handles the end of the slice or budget of a context whose holder is still runnable.
@@ -155,7 +156,7 @@ impl<A: Arch> Kernel<A> {
         sched.replenish(now);
         if sched.remaining.get() != 0 {
             self.push(&self.cpus[sched.cpu.get()], (handle, sched), false);
-        } else if !self.revert_depleted_donation(handle, sched) {
+        } else {
             self.deplete(handle, sched);
         }
     }
@@ -169,10 +170,8 @@ impl<A: Arch> Kernel<A> {
     ) -> bool {
         let Some(name) = sched.holder.get() else { return false };
         let server = self.memory.at(name);
-        let Some(donor) = server.donor.get() else { return false };
-        if server.own_sched.get().is_none_or(|own| self.memory.get(own).is_none()) {
-            return false;
-        }
+        let has_own = server.own_sched.get().is_some_and(|own| self.memory.get(own).is_some());
+        let Some(donor) = server.donor.get().filter(|_| has_own) else { return false };
         let _ = Self::revert_donation(server);
         self.set_holder(handle, donor);
         self.enqueue_thread(name, server);

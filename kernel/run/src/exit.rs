@@ -27,20 +27,19 @@ fn abort_destroyed_vcpu<A: Processor>(kernel: &Kernel<A>, thread: &Thread<A>) ->
     ptr::null()
 }
 
-/// Releases the lock and waits for an interrupt that causes rescheduling.
+/// Releases the lock and waits for an interrupt that causes rescheduling or leaves work.
 #[cold]
 #[inline(never)]
 fn idle<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> Guard<A> {
-    A::arm_timer(cpu_index, kernel.cpus[cpu_index].deadline());
     loop {
+        A::arm_timer(cpu_index, kernel.cpus[cpu_index].deadline());
         unlock(kernel);
         A::wait_for_interrupt();
         kernel = lock(cpu_index);
         A::handle_pending(&kernel, cpu_index);
-        if kernel.cpus[cpu_index].resched.get() {
+        if kernel.has_work(cpu_index) {
             return kernel;
         }
-        A::arm_timer(cpu_index, kernel.cpus[cpu_index].deadline());
     }
 }
 

@@ -34,6 +34,8 @@ const DEADLINE_NS: u64 = 1_000_000;
 const MAX_DEADLINE_NS: u64 = 1_000_000_000;
 /// Bits that the guest's doorbell signals.
 const RUNG: u64 = 1 << 40;
+/// Number of the first of some interrupts that no others have.
+const WITHOUT_ROOM: u64 = 100;
 /// Processor states of EL2, of EL3, and of AArch32 beyond EL0.
 const FORBIDDEN: [u64; 4] = [0x3c9, 0x3c8, 0x3cd, 0x1df];
 
@@ -271,7 +273,12 @@ fn enters_with_forged_events((mut vcpu, events): (Vcpu, Notification)) -> Outcom
         set_event_virqs(&vcpu, |_| 0);
         ensure(recalled(&mut vcpu)? == kept, "events remain if no list register is free")?;
     }
-    Ok(())
+    // Nor does one for more interrupts, in an entry that is refused, interrupt this task for ever
+    // when another vCPU has free ones.
+    for (word, number) in vcpu.state().virqs.iter().zip(WITHOUT_ROOM..) {
+        word.set(virq_word(number));
+    }
+    refuses(&mut vcpu)
 }
 
 fn set_event_virqs(vcpu: &Vcpu, word: impl Fn(u64) -> u64) {

@@ -388,6 +388,23 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
     vec![
         killed_at_ends(),
         Scenario {
+            cpus: &[1],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1da"),
+                Step::Console("interrupt 27 was made pending"),
+                Step::Console("tick 8"),
+                Step::Type("shutdown\r"),
+                Step::Console("the operator shell ends"),
+            ],
+            ..arm64(
+                "timer-made-pending",
+                steward()
+                    + &micro("ticks", "ticks", "console = \"mux\"\nessential = false")
+                    + &micro("pended", "pended", "console = \"mux\"\nessential = false"),
+            )
+        },
+        Scenario {
             texts: vec![
                 "hello from a micro-guest for AArch64".into(),
                 "vm guest ended: power-off code 0".into(),

@@ -215,6 +215,10 @@ fn move_words<I: Interface>(state: &VcpuState) {
     let mut left = false;
     for word in &state.virqs {
         let value = word.get();
+        // Other threads of the VMM fill words that are 0 at any time, and change no others.
+        if value == 0 {
+            continue;
+        }
         match value & virq::VALID == 0 || place::<I>(value, 0) {
             true => word.set(0),
             false => left = true,
@@ -261,6 +265,10 @@ fn place_beside<I: Interface>(free: u64, entry: u64) -> bool {
     let (number, is_linked) = (entry & ich::NUMBER, entry & ich::LINKED != 0);
     let is_free = |index: usize| free & 1 << index != 0;
     let same = (0..LISTS).find(|&index| !is_free(index) && I::list(index) & ich::NUMBER == number);
+    if !is_linked && same.is_some_and(|index| I::list(index) & ich::LINKED != 0) {
+        // It is pending or active already. Without its link nothing would deactivate the host's.
+        return true;
+    }
     let Some(index) = same.or_else(|| (0..LISTS).find(|&index| is_free(index))) else {
         return false;
     };

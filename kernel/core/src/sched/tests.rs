@@ -325,6 +325,83 @@ fn a_depleted_donor_does_not_stop_a_server_with_its_own_context() {
     world.end();
 }
 
+/// A client with a context of 0.1 ms in this period, which has called `gate`; and the context.
+fn calling(
+    world: &mut World,
+    gate: u64,
+    period: u64,
+) -> (Handle<Thread<Fake>>, Handle<SchedContext<Fake>>) {
+    let client = world.passive(0);
+    let (sched, _) = world.sched(NORMAL, 100_000, period);
+    world.kernel.bind_sched(client, sched).unwrap();
+    world.start(client);
+    world.call_here(Op::GateCall, &[gate]);
+    (client, sched)
+}
+
+/// A server with its own context that waits for calls, and its gate.
+fn serving(world: &mut World, badge: u64) -> (Handle<Thread<Fake>>, u64) {
+    let server = world.thread(0);
+    let gate = world.gate(server, badge);
+    world.call(server, Op::GateReplyWait, &[abi::reply_wait::WAIT]);
+    (server, gate)
+}
+
+#[test]
+fn a_server_that_gets_a_depleted_donation_back_has_its_own_context() {
+    set_time(0);
+    let mut world = World::new();
+    let (second, to_second) = serving(&mut world, 8);
+    let (first, to_first) = serving(&mut world, 7);
+    let (_, sched) = calling(&mut world, to_first, 10_000_000);
+    world.call_here(Op::GateCall, &[to_second]);
+    assert!(world.current(0) == Some(second) && world.at(second).sched.get() == Some(sched));
+    tick(&mut world, 100_000);
+    assert!(world.current(0) == Some(second) && world.at(second).sched.get() != Some(sched));
+    world.call_here(Op::GateReplyWait, &[abi::reply_wait::REPLY | abi::reply_wait::WAIT]);
+    assert!(world.current(0) == Some(first) && world.at(first).sched.get() != Some(sched));
+    check_threads(&world.kernel);
+    world.end();
+}
+
+#[test]
+fn a_donation_that_loses_its_budget_does_not_stop_a_server_with_its_own_context() {
+    set_time(0);
+    let mut world = World::new();
+    let (server, gate) = serving(&mut world, 7);
+    let (_, sched) = calling(&mut world, gate, 0);
+    // It is preempted. A new period begins with the whole budget used.
+    let other = world.passive(0);
+    let (high, _) = world.sched(NORMAL + 1, 1_000_000, 10_000_000);
+    world.kernel.bind_sched(other, high).unwrap();
+    set_time(50_000);
+    world.start(other);
+    assert!(world.current(0) == Some(other));
+    world.kernel.change_sched(sched, NORMAL, 20_000, 10_000_000_000).unwrap();
+    assert!(world.at(server).sched.get() != Some(sched));
+    assert_eq!(world.phase(server), Phase::Runnable);
+    check_threads(&world.kernel);
+    world.end();
+}
+
+#[test]
+fn a_server_that_loses_its_donation_calls_another_one() {
+    set_time(0);
+    let mut world = World::new();
+    let (second, to_second) = serving(&mut world, 8);
+    let (first, to_first) = serving(&mut world, 7);
+    let (client, sched) = calling(&mut world, to_first, 10_000_000);
+    assert!(world.current(0) == Some(first) && world.at(first).sched.get() == Some(sched));
+    // Another CPU stops the client while this one waits for the lock to call.
+    world.kernel.stop_thread(client);
+    world.call_here(Op::GateCall, &[to_second]);
+    assert!(world.current(0) == Some(second));
+    check_threads(&world.kernel);
+    world.call_here(Op::GateReplyWait, &[abi::reply_wait::REPLY | abi::reply_wait::WAIT]);
+    assert!(world.current(0) == Some(first));
+    world.end();
+}
+
 #[test]
 fn timeouts_come_in_order_and_only_once() {
     set_time(0);

@@ -57,6 +57,8 @@ impl<A: Arch> Kernel<A> {
         if matches!(partner.state.get(), ThreadState::Receiving)
             && partner.cpu == cpu
             && let Some(sched) = thread.sched.get()
+            // While this CPU waited for the lock, another one may have taken the donation back.
+            && here.sched.get() == Some(sched)
         {
             if thread.donor.get().is_some() && self.donation_chain_is_full(thread, 1) {
                 return Err(Status::Overflow);
@@ -164,6 +166,7 @@ impl<A: Arch> Kernel<A> {
         if is_message
             && thread.donor.get() == Some(caller)
             && let Some(sched) = thread.sched.get()
+            && here.sched.get() == Some(sched)
         {
             thread.donor.set(None);
             thread.sched.set(thread.own_sched.get());
