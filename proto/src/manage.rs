@@ -125,6 +125,10 @@ pub struct Report {
     pub exits: [u64; REASONS],
 }
 
+/// Offset of root's word in the page with the report of a VMM, after that: not 0 while the VM is to be
+/// paused.
+pub const PAUSE_WORD: u64 = Report::LENGTH as u64;
+
 impl Report {
     /// Bytes of the page in use: a sequence number, odd during a write, and the words.
     pub const LENGTH: usize = 8 * (1 + Self::WORDS);

@@ -10,10 +10,10 @@ use native_rt::{
     Factory, Gate, Irq, Notification, OwnThread, Platform, ServerThread, Slots, Space, Status,
     Task, Thread, Window, drop_capability,
 };
-use proto::manage::Report;
+use proto::manage::{PAUSE_WORD, Report};
 use proto::start::{
     DEVICES, FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE,
-    REPORT_PAGE, Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
+    REPORT_PAGE, Range, RangeKind, STACK_TOP, START_PAGE, Start, event, slot,
 };
 use proto::system::{CpuTime, MAX_VCPUS, MAX_VM_DEVICES};
 
@@ -31,6 +31,8 @@ pub const FOR_GUESTS: u8 = rights::READ | rights::WRITE | rights::USER | rights:
 const MAX_SLOTS: usize = 12 + MAX_VCPUS - 1 + MAX_VM_DEVICES;
 /// Time slice among threads of the same priority, in ns.
 const TIME_SLICE: u64 = 10_000_000;
+
+const _: () = assert!(PAUSE_WORD + 8 <= PAGE_SIZE);
 
 /// Purpose of a child's gate: the low bits of its badge.
 pub mod purpose {
@@ -517,6 +519,15 @@ impl Child {
         let window = self.add_shared(resources, RangeKind::Report, REPORT_PAGE, 1, rights)?;
         self.report = Some(window);
         Ok(())
+    }
+
+    /// Pauses or resumes a VM. The VMM acts on the last call, however the events meet.
+    pub fn set_paused(&self, paused: bool) {
+        if let Some(page) = self.report {
+            // The page has room, and root may write to it.
+            let _ = page.write(PAUSE_WORD, &u64::from(paused).to_le_bytes());
+        }
+        self.signal(if paused { event::PAUSE } else { event::RESUME });
     }
 
     /// Returns its last report, if that is consistent.

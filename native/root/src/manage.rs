@@ -11,7 +11,7 @@ use proto::system::{MAX_NAME, MAX_VMS};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
-use crate::manager::{CHILDREN, EndCause, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
+use crate::manager::{CHILDREN, EndCause, FIRST_TASK, FIRST_VM, Manager, UNKNOWN};
 
 /// Indices from here on are those of templates.
 const FIRST_TEMPLATE: usize = CHILDREN;
@@ -69,15 +69,14 @@ impl Manager<'_> {
             KILL => self.kill(number)?,
             PAUSE => {
                 self.running(number)?;
-                self.records[number].paused = true;
-                self.signal(number, event::PAUSE);
+                self.set_paused(number, true);
             }
             RESUME => {
                 self.running(number)?;
-                if !core::mem::take(&mut self.records[number].paused) {
+                if !self.records[number].paused {
                     return Err(Refusal::PausedNot);
                 }
-                self.signal(number, event::RESUME);
+                self.set_paused(number, false);
             }
             RESTART => self.restart(number)?,
             DESTROY => {
@@ -107,6 +106,8 @@ impl Manager<'_> {
 
     fn restart(&mut self, number: usize) -> Result<(), Refusal> {
         self.running(number)?;
+        // Before the kill: otherwise a refused restart would end the child.
+        self.phase.check_running()?;
         let record = &mut self.records[number];
         // It is about to be restarted, so its end is not the end of the system.
         (record.hold, record.restart) = (true, 0);
@@ -124,10 +125,15 @@ impl Manager<'_> {
         }
     }
 
-    fn start_now(&mut self, number: usize) -> Result<(), Refusal> {
-        if self.phase != Phase::Running {
-            return Err(Refusal::Ending);
+    fn set_paused(&mut self, number: usize, paused: bool) {
+        self.records[number].paused = paused;
+        if let Some(child) = &self.children[number] {
+            child.set_paused(paused);
         }
+    }
+
+    fn start_now(&mut self, number: usize) -> Result<(), Refusal> {
+        self.phase.check_running()?;
         if self.children[number].is_some() {
             return Err(Refusal::Runs);
         }

@@ -14,6 +14,7 @@ use native_rt::{
 use proto::channel::{LET_GO, LOOK, MAP, OFFER, REVOKE};
 use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
 use proto::log::{Level, MAX_TEXT};
+use proto::manage::Refusal;
 use proto::start::{Clock, Role, Start, event};
 use proto::system::{MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
 use proto::vtlb::COUNTER_NAMES;
@@ -70,6 +71,13 @@ pub(crate) struct Record {
     pub paused: bool,
 }
 
+impl Record {
+    /// Returns whether its child is to be restarted at `now`.
+    fn restarts_at(&self, now: u64, phase: Phase) -> bool {
+        phase == Phase::Running && self.restart <= now
+    }
+}
+
 pub(crate) const UNKNOWN: Record = Record {
     ended: None,
     restart: FOREVER,
@@ -87,6 +95,13 @@ pub(crate) enum Phase {
     Stopping(u64),
     /// Servers are asked to drain their output, until this TSC value.
     Draining(u64),
+}
+
+impl Phase {
+    /// Refuses requests that start a child during the shutdown.
+    pub(crate) fn check_running(self) -> Result<(), Refusal> {
+        if self == Self::Running { Ok(()) } else { Err(Refusal::Ending) }
+    }
 }
 
 /// Cause of a child's end.
@@ -459,7 +474,7 @@ impl<'a> Manager<'a> {
                 if self.lines[number].note() <= now {
                     self.report_suppressed(number);
                 }
-                if self.records[number].restart <= now {
+                if self.records[number].restarts_at(now, self.phase) {
                     self.start(number);
                 }
             }
@@ -647,5 +662,22 @@ impl fmt::Display for VtlbCounts<'_> {
             write!(to, "{space}{name}={count}")?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn children_start_only_while_the_system_runs() {
+        let record = Record { restart: 5, ..UNKNOWN };
+        assert!(record.restarts_at(5, Phase::Running));
+        assert!(!record.restarts_at(4, Phase::Running));
+        assert_eq!(Phase::Running.check_running(), Ok(()));
+        for phase in [Phase::Stopping(9), Phase::Draining(9)] {
+            assert!(!record.restarts_at(5, phase));
+            assert_eq!(phase.check_running(), Err(Refusal::Ending));
+        }
     }
 }

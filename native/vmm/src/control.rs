@@ -4,6 +4,10 @@
 //! number and kicks the other vCPUs. Each vCPU that finds a new order number publishes its figures,
 //! and parks as long as the VM is paused.
 //!
+//! Root writes to the report page whether the VM is to be paused. The events for pause and resume
+//! only make vCPU 0 read that word: event bits have no order, so of two that arrive together, they
+//! do not tell which came last. A pause outlives a reset of the VM.
+//!
 //! While all vCPUs are parked, the VM's time stands still: it is less than the host's by the length
 //! of all pauses. A pause begins when the last vCPU has parked, so no vCPU sees time go back.
 
@@ -12,7 +16,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use abi::FOREVER;
 use native_rt::{Notification, SchedContext, Status, Window, time};
 use proto::control::REASONS;
-use proto::manage::Report;
+use proto::manage::{PAUSE_WORD, Report};
 use proto::start::event;
 use vmm_vcpu::MAX_VCPUS;
 
@@ -80,6 +84,8 @@ pub trait ControlledVm {
     fn press_power_button(&mut self);
     /// Returns whether the VM has ended.
     fn has_ended(&self) -> bool;
+    /// Returns whether root wants the VM paused.
+    fn is_pause_wanted(&self) -> bool;
     /// Returns the figures of the vCPU, without CPU time.
     fn figures(&mut self) -> VcpuFigures;
 }
@@ -126,9 +132,22 @@ impl Control {
         self.paused_ticks.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of the last order.
+    /// Returns the number of the last order. What vCPU 0 changed before that order is visible.
     pub fn orders(&self) -> u32 {
-        self.orders.load(Ordering::Relaxed)
+        self.orders.load(Ordering::Acquire)
+    }
+
+    /// Returns whether root wants the VM paused.
+    pub fn is_pause_wanted(&self) -> bool {
+        let page = self.figures.lock().page;
+        let mut word = [0; 8];
+        page.is_some_and(|page| page.read(PAUSE_WORD, &mut word)) && word != [0; 8]
+    }
+
+    /// Returns whether vCPU `index` has to park before it boots: the VM was reset during a pause,
+    /// or root's event was lost with the end of the previous boot.
+    pub fn boots_paused(&self, index: usize) -> bool {
+        self.paused.load(Ordering::Acquire) || index == 0 && self.is_pause_wanted()
     }
 
     /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
@@ -178,7 +197,6 @@ impl Control {
         context: SchedContext,
         vm: &mut impl ControlledVm,
     ) -> u64 {
-        let mut events = events;
         let mut remaining = 0;
         let own = notifications[index];
         if index == 0 {
@@ -188,24 +206,31 @@ impl Control {
         if self.paused.load(Ordering::Acquire) {
             self.parked_since.fetch_max(time::tsc(), Ordering::Relaxed);
             self.parked.fetch_add(1, Ordering::AcqRel);
-            while self.paused.load(Ordering::Acquire) && !vm.has_ended() {
+            loop {
+                if index == 0 {
+                    self.end_unwanted_pause(notifications, vm);
+                }
+                if !self.paused.load(Ordering::Acquire) || vm.has_ended() {
+                    break;
+                }
                 // It fails only if the notification is gone, and the whole VM with it.
-                let Ok(new) = own.wait(FOREVER) else { break };
-                events = new;
+                let Ok(events) = own.wait(FOREVER) else { break };
                 remaining |= events & !ROOT_EVENTS;
-                if index == 0 && events & event::RESUME != 0 {
-                    self.resume(notifications);
-                } else if index == 0 {
+                if index == 0 {
                     self.handle_root_events(events, notifications, vm);
                 }
                 self.publish(index, notifications.len(), context, vm);
             }
             self.parked.fetch_sub(1, Ordering::AcqRel);
+            if vm.has_ended() {
+                // The pause begins again when the vCPUs of the next boot have parked.
+                self.parked_since.store(0, Ordering::Relaxed);
+            }
         }
         remaining
     }
 
-    /// Handles root's events.
+    /// Handles root's events, except the end of a pause.
     fn handle_root_events(
         &self,
         events: u64,
@@ -216,33 +241,40 @@ impl Control {
             vm.press_power_button();
         }
         // A pause revoked before it began has no effect.
-        if events & event::PAUSE != 0 && events & event::RESUME == 0 {
-            self.paused.store(true, Ordering::Release);
-        }
-        if events & (event::PAUSE | event::REPORT) != 0 {
+        let begins = events & (event::PAUSE | event::RESUME) != 0
+            && vm.is_pause_wanted()
+            && !self.paused.swap(true, Ordering::Release);
+        if begins || events & event::REPORT != 0 {
             self.kick_all(notifications);
         }
     }
 
     /// Issues an order to the other vCPUs.
     fn kick_all(&self, notifications: &[Notification]) {
-        self.orders.fetch_add(1, Ordering::Relaxed);
+        self.orders.fetch_add(1, Ordering::Release);
         for other in notifications.iter().skip(1) {
             // It fails only if the vCPU is gone.
             let _ = other.signal(event::KICK);
         }
     }
 
-    /// Ends a pause, once it has begun for all vCPUs.
-    fn resume(&self, notifications: &[Notification]) {
+    /// Ends a pause that root no longer wants, once it has begun for all vCPUs.
+    fn end_unwanted_pause(&self, notifications: &[Notification], vm: &impl ControlledVm) {
+        if vm.is_pause_wanted() {
+            return;
+        }
         for _ in 0..PARK_YIELDS {
-            if self.parked.load(Ordering::Acquire) as usize >= notifications.len() {
+            let parked = self.parked.load(Ordering::Acquire) as usize;
+            if parked >= notifications.len() || vm.has_ended() {
                 break;
             }
             native_rt::yield_now();
         }
         let since = self.parked_since.swap(0, Ordering::Relaxed);
-        self.paused_ticks.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
+        // A vCPU that ended the VM had not parked: it has seen the time since then.
+        if !vm.has_ended() {
+            self.paused_ticks.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
+        }
         self.paused.store(false, Ordering::Release);
         self.kick_all(notifications);
     }
@@ -257,9 +289,9 @@ impl Control {
         context: SchedContext,
         vm: &mut impl ControlledVm,
     ) {
+        let Some(page) = self.figures.lock().page else { return };
         let own = VcpuFigures { used: context.used(), ..vm.figures() };
         let mut figures = self.figures.lock();
-        let Some(page) = figures.page else { return };
         figures.each[index] = own;
         if figures.each.iter().take(count).any(|vcpu| vcpu.used == 0) {
             return;
@@ -296,5 +328,91 @@ impl Control {
         let current = if since == 0 { 0 } else { now.saturating_sub(since) };
         report.paused = self.paused_ticks() + current;
         report
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A VM whose threads make no system calls.
+    struct FakeVm {
+        wanted: bool,
+        ended: bool,
+    }
+
+    impl ControlledVm for FakeVm {
+        fn press_power_button(&mut self) {}
+
+        fn has_ended(&self) -> bool {
+            self.ended
+        }
+
+        fn is_pause_wanted(&self) -> bool {
+            self.wanted
+        }
+
+        fn figures(&mut self) -> VcpuFigures {
+            NO_FIGURES
+        }
+    }
+
+    const BOTH: u64 = event::PAUSE | event::RESUME;
+
+    fn vcpus<const N: usize>() -> [Notification; N] {
+        [Notification::at(0); N]
+    }
+
+    fn is_paused(control: &Control) -> bool {
+        control.paused.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn last_wish_counts_while_running() {
+        let control = Control::new();
+        control.handle_root_events(BOTH, &[], &mut FakeVm { wanted: false, ended: false });
+        assert!(!is_paused(&control));
+        control.handle_root_events(BOTH, &[], &mut FakeVm { wanted: true, ended: false });
+        assert!(is_paused(&control));
+        assert_eq!(control.orders(), 1);
+    }
+
+    #[test]
+    fn last_wish_counts_while_parked() {
+        let control = Control::new();
+        control.paused.store(true, Ordering::Relaxed);
+        control.parked_since.store(time::tsc(), Ordering::Relaxed);
+        // Resume, pause.
+        let mut vm = FakeVm { wanted: true, ended: false };
+        control.handle_root_events(BOTH, &[], &mut vm);
+        control.end_unwanted_pause(&[], &vm);
+        assert!(is_paused(&control) && control.paused_ticks() == 0);
+        // Pause, resume.
+        vm.wanted = false;
+        let context = SchedContext::at(0);
+        assert_eq!(control.serve(0, BOTH, &vcpus::<1>(), context, &mut vm), 0);
+        assert!(!is_paused(&control));
+        assert_eq!(control.parked.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn pause_outlives_a_reset() {
+        let control = Control::new();
+        control.paused.store(true, Ordering::Relaxed);
+        let mut vm = FakeVm { wanted: true, ended: true };
+        control.serve(1, 0, &vcpus::<2>(), SchedContext::at(0), &mut vm);
+        assert!(control.boots_paused(0) && control.boots_paused(1));
+        assert_eq!(control.parked.load(Ordering::Relaxed), 0);
+        assert_eq!(control.parked_since.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn pause_that_a_reset_cuts_takes_no_time() {
+        let control = Control::new();
+        control.paused.store(true, Ordering::Relaxed);
+        let mut vm = FakeVm { wanted: false, ended: true };
+        control.serve(0, event::RESUME, &vcpus::<1>(), SchedContext::at(0), &mut vm);
+        assert!(!control.boots_paused(0));
+        assert_eq!(control.paused_ticks(), 0);
     }
 }

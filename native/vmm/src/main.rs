@@ -320,8 +320,12 @@ fn drive(
 ) -> Outcome {
     let index = cpu.index();
     let notification = host.notifications[index];
-    // Earlier orders concern the VM before its reset.
+    // Earlier orders concern the VM before its reset, but a pause outlives the reset.
     let mut seen = CONTROL.orders();
+    if CONTROL.boots_paused(index) {
+        let events = serve_root(board, cpu, vcpu, host, event::PAUSE);
+        notify_devices(board, cpu, events, host);
+    }
     loop {
         let mut events = match board.run(cpu, vcpu, host) {
             StopReason::End(outcome) => {
@@ -348,23 +352,35 @@ fn drive(
         };
         if events & ROOT_EVENTS != 0 || seen != CONTROL.orders() {
             seen = CONTROL.orders();
-            let notifications = host.notifications;
-            let mut driven = RunningVcpu { board, cpu, vcpu, host };
-            events |= CONTROL.serve(index, events, notifications, context(index), &mut driven);
-            host.paused_ticks = CONTROL.paused_ticks();
-            vcpu.set_paused_ticks(host.paused_ticks);
-        }
-        if events & event::CONSOLE != 0 {
-            host.console.wake();
+            events |= serve_root(board, cpu, vcpu, host, events);
         }
         notify_devices(board, cpu, events, host);
     }
 }
 
-/// Passes events of servers and of peers to the devices.
+/// Handles root's events and new orders on a vCPU, which parks as long as the VM is paused.
+/// Returns other events that arrived meanwhile.
+#[cold]
+fn serve_root(
+    board: &GuestBoard,
+    cpu: &VcpuLoop,
+    vcpu: &mut NativeVcpu,
+    host: &mut NativeHost,
+    events: u64,
+) -> u64 {
+    let (index, notifications) = (cpu.index(), host.notifications);
+    let mut driven = RunningVcpu { board, cpu, vcpu, host };
+    let others = CONTROL.serve(index, events, notifications, context(index), &mut driven);
+    host.paused_ticks = CONTROL.paused_ticks();
+    vcpu.set_paused_ticks(host.paused_ticks);
+    others
+}
+
+/// Passes events of servers and of peers to the console and the devices.
 #[inline(always)]
 fn notify_devices(board: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut NativeHost) {
     if events & event::CONSOLE != 0 {
+        host.console.wake();
         if let Some(slot) = host.listeners.console() {
             board.function_input(slot, Some(cpu), host);
         }
@@ -409,6 +425,10 @@ impl control::ControlledVm for RunningVcpu<'_, '_, '_, '_> {
 
     fn has_ended(&self) -> bool {
         self.board.outcome().is_some()
+    }
+
+    fn is_pause_wanted(&self) -> bool {
+        CONTROL.is_pause_wanted()
     }
 
     fn figures(&mut self) -> VcpuFigures {
