@@ -131,7 +131,8 @@ pub fn sanitize(number: u32, frame: &SignalFrame) -> Signal {
         linux::SIGSYS | linux::SIGILL => true,
         linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
         linux::SIGTRAP => matches!(context.vector, 1 | 3),
-        linux::SIGBUS => matches!(context.vector, 17 | PAGE_FAULT),
+        // Linux reports #NP and #SS of user mode so; #SS of a non-canonical address, too.
+        linux::SIGBUS => matches!(context.vector, 11 | 12 | 17 | PAGE_FAULT),
         linux::SIGSEGV => matches!(context.vector, 4 | 5 | 11..=14),
         TIMER => true,
         _ => false,
@@ -168,6 +169,10 @@ mod tests {
         );
         assert_eq!(sanitize(linux::SIGSEGV, &frame(13, 0x1_0018)).code, 0x18);
         assert_eq!(sanitize(linux::SIGFPE, &frame(16, 7)).code, 0);
+        for (vector, code) in [(11, 0x18), (12, 0), (17, 0), (14, 0x14)] {
+            let fault = sanitize(linux::SIGBUS, &frame(vector, code));
+            assert_eq!((fault.number, fault.vector, fault.code), (linux::SIGBUS, vector, code));
+        }
     }
 
     #[test]

@@ -78,7 +78,8 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         }
         let rights = linux::PROT_READ | linux::PROT_EXEC;
         let offset_of_copy = self.vm.copies().start + offset;
-        self.host.map(linear, mapped, rights, offset_of_copy)?;
+        // If this drops the page before, the scanned pages stay harmless without it.
+        self.map_or_drop_all(linear, mapped, rights, offset_of_copy)?;
         let piece = Piece { start: linear, end: linear + mapped, offset: offset_of_copy, rights };
         self.space.mapped.add(piece);
         self.forget(linear, linear + mapped);
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
     use crate::mmu::fill::Fault;
     use crate::mmu::space::PIECES;
-    use crate::mmu::testing::{CODE, HIGH, LOW, READ, Rig, USER};
+    use crate::mmu::testing::{CODE, Call, HIGH, LOW, READ, Rig, USER};
     use core::sync::atomic::Ordering::SeqCst;
     use hw_walk::Intent;
 
@@ -258,11 +259,25 @@ mod tests {
     }
 
     #[test]
+    fn a_refused_mapping_of_code_drops_all_and_is_retried_once() {
+        let mut rig = guest();
+        rig.memory.write(FRAME + 2 * PAGE - 1, 0x0f_u8).unwrap();
+        rig.mmu().map_code(USER, PAGE, FRAME, FRAME).unwrap();
+        rig.host.fails_after = Some(0);
+        let end = rig.mmu().map_code(USER + PAGE, PAGE, FRAME + PAGE, FRAME + PAGE);
+        assert_eq!(end, Ok(USER + 2 * PAGE));
+        assert_eq!(rig.host.at(USER), None);
+        assert!(rig.host.at(USER + PAGE).is_some());
+        assert_eq!(rig.space.mapped.pieces().len(), 1);
+    }
+
+    #[test]
     fn a_page_outside_of_memory_is_not_copied() {
         let mut rig = guest();
         assert_eq!(rig.mmu().map_code(USER, PAGE, LOW, LOW), Ok(USER));
         assert!(rig.host.pages.is_empty());
-        rig.host.fails_after = Some(0);
+        (rig.host.fails_after, rig.host.fails_again) = (Some(0), usize::MAX);
+        rig.host.fails = |call| call == Call::Map;
         assert!(rig.mmu().map_code(USER, PAGE, FRAME, FRAME).is_err());
         assert_eq!(rig.space.mapped.at(USER).map(|piece| piece.rights & READ), None);
     }

@@ -179,18 +179,30 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         is_read && ScannedPage::closed(bytes).is_some()
     }
 
-    /// Maps a range of guest memory, given by its offset in the file.
+    /// Maps a range of guest memory, given by its offset in the file. If the host refuses, drops
+    /// all mappings on demand and tries once more.
+    pub(super) fn map_or_drop_all(
+        &mut self,
+        linear: u64,
+        size: u64,
+        rights: u32,
+        offset: u64,
+    ) -> Result<(), Errno> {
+        if self.host.map(linear, size, rights, offset).is_ok() {
+            return Ok(());
+        }
+        // Too many mappings; the others can be faulted in again.
+        self.drop_all();
+        self.host.map(linear, size, rights, offset)
+    }
+
+    /// Handles a page fault by a mapping of a range of guest memory.
     fn map(&mut self, linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
         self.host.count(counter::FILLS);
         let end = linear + size;
         self.forget(linear, end);
-        for attempt in 0..2 {
-            match self.host.map(linear, size, rights, offset) {
-                Ok(()) => break,
-                // Too many mappings: drop all; they can be faulted in again.
-                Err(_) if attempt == 0 => self.drop_all(),
-                Err(error) => return Fault::Full(error),
-            }
+        if let Err(error) = self.map_or_drop_all(linear, size, rights, offset) {
+            return Fault::Full(error);
         }
         if is_user(linear) {
             self.space.mapped.add(Piece { start: linear, end, offset, rights });

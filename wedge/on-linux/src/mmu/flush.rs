@@ -3,6 +3,7 @@
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
+use proto::errno::Errno;
 use proto::hosted::{counter, layout};
 use wedge_core::mapped::{Mapped, Piece};
 
@@ -77,23 +78,38 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         }
     }
 
+    /// Unmaps pages, perhaps with others.
     fn unmap(&mut self, start: u64, end: u64) {
+        // At its limit of mappings the host cannot split one; dropping all splits none.
+        match self.try_unmap(start, end) {
+            Ok(()) => {}
+            Err(_) if is_user(start) => self.drop_user_pages(),
+            Err(_) => self.drop_all(),
+        }
+    }
+
+    fn try_unmap(&mut self, start: u64, end: u64) -> Result<(), Errno> {
         self.space.mapped.remove(start, end);
         self.forget(start, end);
-        // It fails only without memory for splitting a mapping.
-        if let Err(error) = self.host.unmap(start, end) {
-            self.host.fatal(format_args!("cannot unmap guest memory at {start:#x}: {error}"));
-        }
+        self.host.unmap(start, end)?;
         if is_user(start) {
             self.host.on_unmap(start, end);
+        }
+        Ok(())
+    }
+
+    /// Unmaps all pages of a range in which pages are mapped on demand.
+    fn unmap_whole(&mut self, start: u64, end: u64) {
+        if let Err(error) = self.try_unmap(start, end) {
+            self.host.fatal(format_args!("cannot unmap guest memory at {start:#x}: {error}"));
         }
     }
 
     /// Drops all user-mode mappings of this process.
     pub fn drop_user_pages(&mut self) {
         // The host may refuse mappings of the first pages.
-        self.unmap(0, layout::IMAGE);
-        self.unmap(layout::LOW_END, layout::TASK_SIZE);
+        self.unmap_whole(0, layout::IMAGE);
+        self.unmap_whole(layout::LOW_END, layout::TASK_SIZE);
         self.space.mapped.clear();
         self.host.on_stale();
         self.vm.slot.large.store(false, Relaxed);
@@ -128,9 +144,9 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if core::mem::take(&mut self.space.is_image_open) {
             self.close_image();
         }
-        self.unmap(layout::MODULES, layout::MODULES_END);
-        self.unmap(layout::FIXMAP, layout::LOW_END);
-        self.unmap(layout::VMALLOC, layout::GUEST_END);
+        self.unmap_whole(layout::MODULES, layout::MODULES_END);
+        self.unmap_whole(layout::FIXMAP, layout::LOW_END);
+        self.unmap_whole(layout::VMALLOC, layout::GUEST_END);
     }
 
     /// Makes the kernel image non-executable outside of its code.
@@ -517,11 +533,44 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "cannot unmap guest memory")]
-    fn a_refused_unmapping_ends_the_vm() {
-        let mut rig = mapped(1);
+    fn a_refused_unmapping_drops_all_user_pages() {
+        let mut rig = mapped(3);
+        rig.set(layout::FIXMAP, 0x8_0000, DATA);
+        rig.fill(layout::FIXMAP, Intent::Read);
         rig.host.fails_after = Some(0);
-        rig.mmu().drop_user_pages();
+        rig.mmu().drop_range(USER + PAGE, USER + 2 * PAGE);
+        assert_eq!(rig.host.pages.keys().collect::<std::vec::Vec<_>>(), [&layout::FIXMAP]);
+        assert!(rig.space.mapped.pieces().is_empty());
+        // The user process, too.
+        assert!(rig.host.events.contains(&Event::Unmap(0, layout::IMAGE)));
+        assert!(rig.host.events.contains(&Event::Unmap(layout::LOW_END, layout::TASK_SIZE)));
+    }
+
+    #[test]
+    fn rights_that_cannot_be_narrowed_or_unmapped_drop_all_user_pages() {
+        let mut rig = mapped(3);
+        rig.set(USER + PAGE, 0x8_1000, DATA & !entry::WRITE);
+        (rig.host.fails_after, rig.host.fails_again) = (Some(0), 1);
+        flush_space(&mut rig);
+        assert!(rig.host.pages.is_empty() && rig.space.mapped.pieces().is_empty());
+    }
+
+    #[test]
+    fn a_refused_unmapping_of_a_kernel_page_drops_all() {
+        let mut rig = mapped(1);
+        rig.set_run(layout::FIXMAP, 0x8_0000, 3, DATA);
+        rig.fill(layout::FIXMAP, Intent::Read);
+        rig.host.fails_after = Some(0);
+        rig.mmu().drop_page(layout::FIXMAP + PAGE);
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot unmap guest memory")]
+    fn a_refused_unmapping_of_all_user_pages_ends_the_vm() {
+        let mut rig = mapped(3);
+        (rig.host.fails_after, rig.host.fails_again) = (Some(0), 1);
+        rig.mmu().drop_range(USER + PAGE, USER + 2 * PAGE);
     }
 
     #[test]

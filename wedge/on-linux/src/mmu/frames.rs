@@ -252,6 +252,11 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if !self.vm.table.write(page, PAGE) {
             // Another vCPU has removed it, or the host has refused to make it writable.
             let rights = linux::PROT_READ | linux::PROT_WRITE;
+            if self.protect(page, PAGE, rights).is_ok() {
+                return true;
+            }
+            // At its limit of mappings the host cannot split one.
+            self.drop_user_pages();
             if let Err(error) = self.protect(page, PAGE, rights) {
                 self.host.fatal(format_args!("cannot protect guest memory: {error}"));
             }
@@ -263,7 +268,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mmu::testing::{DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
+    use crate::mmu::testing::{Call, DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
     use hw_walk::Intent;
 
     #[test]
@@ -316,6 +321,26 @@ mod tests {
         assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (PAGE, READ | WRITE));
         assert!(!rig.mmu().write_by_kernel(layout::DIRECT + LOW));
         assert!(!rig.mmu().write_by_kernel(USER));
+    }
+
+    #[test]
+    fn a_kernel_write_that_needs_a_mapping_drops_user_pages() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x9_0000, DATA);
+        rig.fill(USER, Intent::Read);
+        rig.host.fails_after = Some(0);
+        assert!(rig.mmu().write_by_kernel(layout::DIRECT + 0x8_0000));
+        assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (PAGE, READ | WRITE));
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot protect guest memory")]
+    fn a_frame_that_stays_read_only_for_the_kernel_ends_the_vm() {
+        let mut rig = Rig::new();
+        (rig.host.fails_after, rig.host.fails_again) = (Some(0), usize::MAX);
+        rig.host.fails = |call| call == Call::Protect;
+        rig.mmu().write_by_kernel(layout::DIRECT + 0x8_0000);
     }
 
     #[test]

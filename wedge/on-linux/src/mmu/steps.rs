@@ -56,14 +56,12 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             return true;
         }
         self.drop_range(first, last + PAGE);
-        let mut end = first;
-        for &address in &frames[..found] {
-            if self.map_step(end, address).is_none() {
-                break;
-            }
-            end += PAGE;
+        let end = self.map_steps(first, &frames[..found]);
+        if end > first {
+            self.space.steps =
+                Steps { start: first, end, alone: end <= last, frames, ..Steps::default() };
         }
-        // A part of the mapping has failed.
+        // A part of the mapping has failed. This may drop the other part, too.
         if end <= last {
             self.drop_range(end, last + PAGE);
         }
@@ -71,8 +69,6 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             return false;
         }
         self.host.serialize();
-        self.space.steps =
-            Steps { start: first, end, alone: end <= last, frames, ..Steps::default() };
         let goes = self.may_step(rip).is_some();
         if !goes {
             self.drop_range(first, end);
@@ -85,20 +81,25 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// page would alternate forever.
     pub fn open_writing_step(&mut self, cpu: &VirtualCpu, linear: u64) -> bool {
         let page = linear & !(PAGE - 1);
-        if !self.is_stepped(page) && !self.open_steps(cpu) {
-            return false;
-        }
-        let Steps { start, end, .. } = self.space.steps;
-        if !self.is_stepped(page) {
-            // A page has been written since: retry. Else the host is out of mappings for this one.
-            return start == end;
-        }
         let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
-        if self.host.protect(page, PAGE, rights).is_err() {
-            return false;
+        for _ in 0..2 {
+            if !self.is_stepped(page) && !self.open_steps(cpu) {
+                return false;
+            }
+            let Steps { start, end, .. } = self.space.steps;
+            if !self.is_stepped(page) {
+                // A page has been written since: retry. Else the host is out of mappings for this
+                // one.
+                return start == end;
+            }
+            if self.host.protect(page, PAGE, rights).is_ok() {
+                self.space.steps.written |= 1 << ((page - start) / PAGE);
+                return true;
+            }
+            // Too many mappings. The previous stop has written back the stepped pages.
+            self.drop_all();
         }
-        self.space.steps.written |= 1 << ((page - start) / PAGE);
-        true
+        false
     }
 
     /// Copies the bytes that a step has written to its pages to guest memory.
@@ -126,6 +127,19 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             // Guest memory is mapped for the life of the process.
             let _ = memory.write_slice(address + first as u64, &new[first..=last]);
         }
+    }
+
+    /// Maps private copies of the pages at guest-physical addresses from `first` on, and drops all
+    /// other mappings on demand if the host refuses one. Returns the end of the mapped copies.
+    fn map_steps(&mut self, first: u64, frames: &[u64]) -> u64 {
+        let pages = || (first..).step_by(PAGE as usize).zip(frames);
+        if pages().all(|(page, &address)| self.map_step(page, address).is_some()) {
+            return first + frames.len() as u64 * PAGE;
+        }
+        // Too many mappings.
+        self.drop_all();
+        let refused = pages().find(|&(page, &address)| self.map_step(page, address).is_none());
+        refused.map_or(first + frames.len() as u64 * PAGE, |(page, _)| page)
     }
 
     /// Maps a private copy of the page at a guest-physical address.
@@ -205,7 +219,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 mod tests {
     use super::*;
     use crate::mmu::fill::Fault;
-    use crate::mmu::testing::{CODE, Content, DATA, EXEC, READ, Rig, USER, WRITE};
+    use crate::mmu::testing::{CODE, Call, Content, DATA, EXEC, READ, Rig, USER, WRITE};
 
     const FRAME: u64 = 0x8_0000;
 
@@ -347,10 +361,39 @@ mod tests {
         let mut rig = guest(CODE);
         assert!(open(&mut rig));
         rig.mmu().drop_range(USER, USER + PAGE);
-        // The calls before: dropping the range.
-        rig.host.fails_after = Some(1);
+        (rig.host.fails_after, rig.host.fails_again) = (Some(0), usize::MAX);
+        rig.host.fails = |call| call == Call::MapPrivate;
         assert!(!open(&mut rig));
         assert!(rig.space.steps == Steps::default());
+    }
+
+    #[test]
+    fn a_refused_step_drops_all_and_is_retried_once() {
+        for rip in [USER + 0x20, USER + PAGE - 4] {
+            let mut rig = guest(CODE);
+            let other = USER + 0x20_0000;
+            rig.set(other, FRAME + 2 * PAGE, DATA);
+            rig.fill(other, Intent::Read);
+            rig.cpu.frame.rip = rip;
+            rig.host.fails = |call| call == Call::MapPrivate;
+            // The last page.
+            rig.host.fails_after = Some(pages_of(rip).1.abs_diff(USER) as usize / PAGE as usize);
+            assert!(open(&mut rig));
+            assert_eq!((begin(&mut rig), rig.space.steps.alone), (Begin::Step, false));
+            assert_eq!(rig.host.at(other), None);
+        }
+    }
+
+    #[test]
+    fn a_refused_writing_step_drops_all_and_is_retried_once() {
+        let mut rig = guest(DATA & !hw_x86::paging::entry::NX);
+        let cpu = rig.cpu.clone();
+        rig.host.fails = |call| call == Call::Protect;
+        rig.host.fails_after = Some(1);
+        assert!(rig.mmu().open_writing_step(&cpu, USER + 0x800));
+        assert_eq!(rig.host.at(USER), Some((u64::MAX, READ | WRITE | EXEC)));
+        assert_eq!((rig.space.steps.written, begin(&mut rig)), (1, Begin::Step));
+        assert_eq!(rig.host.fails_after, None, "a call was refused");
     }
 
     /// Executes an instruction that increments a byte, as the host and the event loop would;

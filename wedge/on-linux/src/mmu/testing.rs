@@ -61,16 +61,28 @@ pub enum Event {
     Interrupt(usize),
 }
 
+/// Mapping call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Call {
+    Map,
+    MapPrivate,
+    Unmap,
+    Protect,
+}
+
 /// The host of a test.
-#[derive(Default)]
 pub struct FakeHost {
     pub pages: BTreeMap<u64, Mapped>,
     pub copies: BTreeMap<u64, Box<Page>>,
     pub stubs: BTreeMap<u32, [u8; STUB]>,
     pub events: Vec<Event>,
-    /// Number of mapping calls, and of further ones that succeed before one fails.
+    /// Number of mapping calls.
     pub calls: usize,
+    /// Calls that may fail.
+    pub fails: fn(Call) -> bool,
+    /// Number of further ones that succeed before one fails, and of those that fail after it.
     pub fails_after: Option<usize>,
+    pub fails_again: usize,
     pub serialized: usize,
     /// Rights of the guest kernel's memory, by its first page.
     pub closed: BTreeMap<u64, (u64, u32)>,
@@ -78,12 +90,34 @@ pub struct FakeHost {
     pub on_yield: Option<Box<dyn FnMut()>>,
 }
 
+impl Default for FakeHost {
+    fn default() -> Self {
+        Self {
+            pages: BTreeMap::new(),
+            copies: BTreeMap::new(),
+            stubs: BTreeMap::new(),
+            events: Vec::new(),
+            calls: 0,
+            fails: |_| true,
+            fails_after: None,
+            fails_again: 0,
+            serialized: 0,
+            closed: BTreeMap::new(),
+            on_yield: None,
+        }
+    }
+}
+
 impl FakeHost {
-    fn call(&mut self) -> Result<(), Errno> {
+    fn call(&mut self, call: Call) -> Result<(), Errno> {
         self.calls += 1;
         match &mut self.fails_after {
+            _ if !(self.fails)(call) => Ok(()),
             Some(0) => {
-                self.fails_after = None;
+                match self.fails_again.checked_sub(1) {
+                    Some(left) => self.fails_again = left,
+                    None => self.fails_after = None,
+                }
                 Err(Errno(12))
             }
             Some(left) => {
@@ -105,7 +139,7 @@ impl FakeHost {
 
 impl HostMap for &mut FakeHost {
     fn map(&mut self, linear: u64, length: u64, rights: u32, offset: u64) -> Result<(), Errno> {
-        self.call()?;
+        self.call(Call::Map)?;
         for at in (0..length).step_by(PAGE as usize) {
             self.pages.insert(linear + at, (Content::File(offset + at), rights));
         }
@@ -113,19 +147,19 @@ impl HostMap for &mut FakeHost {
     }
 
     fn map_private(&mut self, page: u64, contents: &Page, rights: u32) -> Result<(), Errno> {
-        self.call()?;
+        self.call(Call::MapPrivate)?;
         self.pages.insert(page, (Content::Private(Box::new(*contents)), rights));
         Ok(())
     }
 
     fn unmap(&mut self, start: u64, end: u64) -> Result<(), Errno> {
-        self.call()?;
+        self.call(Call::Unmap)?;
         self.pages.retain(|page, _| !(start..end).contains(page));
         Ok(())
     }
 
     fn protect(&mut self, linear: u64, length: u64, rights: u32) -> Result<(), Errno> {
-        self.call()?;
+        self.call(Call::Protect)?;
         if linear >= layout::DIRECT || (layout::IMAGE..layout::MODULES).contains(&linear) {
             self.closed.insert(linear, (length, rights));
         }
