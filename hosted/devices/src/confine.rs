@@ -23,7 +23,7 @@ use rustix::process::{
 use crate::threads::Threads;
 
 /// Limit of a process's own memory: tables of an image with the largest clusters fit.
-const OWN_MEMORY: u64 = 512 << 20;
+pub const OWN_MEMORY: u64 = 512 << 20;
 
 /// Limit of a process's descriptors, each of which costs host memory.
 const MAX_FILES: u64 = 1 << 16;

@@ -18,30 +18,29 @@
 //! at <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
 
 mod entries;
+mod fids;
 mod message;
 mod named_files;
 mod xattr;
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
-use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, Timestamps};
+use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Timespec, Timestamps};
 use rustix::fs::{Gid, Uid};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{getegid, geteuid};
 
 use entries::Ids;
+use fids::{Fid, Fids, MAX_PATH_BYTES};
 use message::{Answer, Devices, Fields};
 pub use message::{error, tag};
-use named_files::{Descriptor, NamedFile, NamedFiles};
-use xattr::Attribute;
+use named_files::NamedFiles;
 
 use crate::confine::most_files;
 
@@ -59,10 +58,6 @@ pub struct Share {
 pub const MAX_MESSAGE: usize = (1 << 20) + 24;
 /// Shortest message size that a driver may negotiate.
 const MIN_MESSAGE: u32 = 256;
-
-/// Names that a driver may hold. With paths of 80 bytes all of them take 420 MB of the 512 MiB that
-/// a device process has.
-const MAX_FIDS: usize = 1 << 20;
 
 /// Most names of one walk.
 const MAX_NAMES: u16 = 16;
@@ -148,52 +143,6 @@ const LIST: usize = 16 << 10;
 
 type Failed = Errno;
 
-/// A name that the driver holds.
-struct Fid {
-    /// Its file.
-    file: Arc<NamedFile>,
-    /// File type and mode at the lookup. The type does not change.
-    mode: u32,
-    /// Descriptor for reads and writes.
-    open: OnceLock<OwnedFd>,
-    /// Serializes listings: their position is that of the descriptor.
-    list: Mutex<()>,
-    /// Guest user that the name was looked up for, who owns files created by it.
-    user: u32,
-    /// Extended attribute that is read or written instead of the file.
-    attribute: Option<Attribute>,
-}
-
-impl Fid {
-    fn is(&self, kind: u32) -> bool {
-        self.mode & linux::S_IFMT == kind
-    }
-
-    /// Refuses pipes, which would block, and devices of the host.
-    fn may_be_opened(&self) -> Result<(), Failed> {
-        if self.attribute.is_some() {
-            return Err(Errno::INVAL);
-        }
-        match self.mode & linux::S_IFMT {
-            linux::S_IFREG | linux::S_IFDIR => Ok(()),
-            linux::S_IFLNK => Err(Errno::LOOP),
-            _ => Err(Errno::ACCESS),
-        }
-    }
-
-    fn opened(&self) -> Result<BorrowedFd<'_>, Failed> {
-        self.open.get().map(AsFd::as_fd).ok_or(Errno::BADF)
-    }
-}
-
-/// Names of one session, which begins with the version message.
-struct Fids {
-    session: u64,
-    all: BTreeMap<u32, Arc<Fid>>,
-    /// Largest number of fids.
-    most: usize,
-}
-
 /// A server for one driver.
 pub struct NinepServer {
     folder: OwnedFd,
@@ -225,7 +174,7 @@ impl NinepServer {
         // The other half is for files that are open for reads and writes.
         let most = usize::try_from(most_files()).unwrap_or(usize::MAX) / 2;
         Ok(Self {
-            files: NamedFiles::new(&folder, &descriptors, most),
+            files: NamedFiles::new(&folder, &descriptors, most, MAX_PATH_BYTES),
             folder,
             descriptors,
             share,
@@ -233,7 +182,7 @@ impl NinepServer {
             devices,
             attributes: Arc::new(()),
             most: AtomicU32::new(MAX_MESSAGE as u32),
-            fids: Mutex::new(Fids { session: 0, all: BTreeMap::new(), most: MAX_FIDS }),
+            fids: Mutex::new(Fids::new()),
         })
     }
 
@@ -242,6 +191,12 @@ impl NinepServer {
     pub fn set_limits(&mut self, open: usize, most: usize) {
         self.files.set_most(open);
         self.fids().most = most;
+    }
+
+    /// Sets the number of bytes that paths of closed files may take.
+    #[cfg(test)]
+    pub fn set_path_bytes(&self, most: usize) {
+        self.files.set_path_bytes(most);
     }
 
     /// Returns the number of names whose files are open.
@@ -322,67 +277,6 @@ impl NinepServer {
         Ok(())
     }
 
-    fn fids(&self) -> MutexGuard<'_, Fids> {
-        self.fids.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns a fid and the session it belongs to.
-    fn fid(&self, number: u32) -> Result<(Arc<Fid>, u64), Failed> {
-        let fids = self.fids();
-        let fid = fids.all.get(&number).cloned().ok_or(Errno::BADF)?;
-        Ok((fid, fids.session))
-    }
-
-    /// Creates a fid for a file.
-    fn new_fid(&self, file: OwnedFd, user: u32) -> Result<(Fid, Stat), Failed> {
-        let stat = fs::fstat(&file)?;
-        let (open, list) = (OnceLock::new(), Mutex::new(()));
-        let file = self.files.name(file, &stat);
-        Ok((Fid { file, mode: stat.st_mode, open, list, user, attribute: None }, stat))
-    }
-
-    /// Returns the descriptor of a fid's file.
-    fn path(&self, fid: &Fid) -> Result<Arc<Descriptor>, Failed> {
-        self.files.open(&fid.file, &self.folder)
-    }
-
-    /// Adds a fid of this session; `instead` is the one that it replaces.
-    fn enter(
-        &self,
-        session: u64,
-        number: u32,
-        fid: Fid,
-        instead: Option<&Arc<Fid>>,
-    ) -> Result<(), Failed> {
-        self.files.close_unused(&self.descriptors);
-        let mut fids = self.fids();
-        if fids.session != session {
-            return Err(Errno::BADF);
-        }
-        if instead.is_none() && fids.all.len() >= fids.most {
-            return Err(Errno::NFILE);
-        }
-        match (fids.all.entry(number), instead) {
-            (Entry::Vacant(place), None) => {
-                place.insert(Arc::new(fid));
-                Ok(())
-            }
-            (Entry::Occupied(mut place), Some(old)) if Arc::ptr_eq(place.get(), old) => {
-                place.insert(Arc::new(fid));
-                Ok(())
-            }
-            _ => Err(Errno::BADF),
-        }
-    }
-
-    /// Forgets a fid; an attribute that it writes is set now.
-    fn drop_fid(&self, number: u32) -> Result<(), Failed> {
-        // The drop may close a descriptor, outside of the lock.
-        let fid = self.fids().all.remove(&number).ok_or(Errno::BADF)?;
-        let Some(attribute) = &fid.attribute else { return Ok(()) };
-        attribute.finish(&*self.path(&fid)?)
-    }
-
     fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         /// The second one has [`kind::LOOKUP`].
         const VERSIONS: [&[u8]; 2] = [b"9P2000.L", b"9P2000.L.lookup"];
@@ -409,8 +303,8 @@ impl NinepServer {
         let session = self.fids().session;
         let user = self.attached_user(fields);
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let (fid, stat) =
-            self.new_fid(fs::openat(&self.folder, c".", flags, Mode::empty())?, user)?;
+        let open = || fs::openat(&self.folder, c".", flags, Mode::empty());
+        let (fid, stat) = self.new_fid(self.descriptor(open)?, user)?;
         self.enter(session, number, fid, None)?;
         answer.identity(&stat, &self.devices);
         Ok(())
@@ -429,7 +323,8 @@ impl NinepServer {
         let mut found = Vec::new();
         for name in &names {
             let from = place.as_ref().map_or(path.as_fd(), AsFd::as_fd);
-            match look_up(from, name).and_then(|path| Ok((fs::fstat(&path)?, path))) {
+            let found_file = self.descriptor(|| look_up(from, name));
+            match found_file.and_then(|path| Ok((fs::fstat(&path)?, path))) {
                 Ok((stat, path)) => {
                     place = Some(path);
                     found.push(stat);
@@ -440,7 +335,8 @@ impl NinepServer {
             }
         }
         if found.len() == names.len() {
-            let file = place.map_or_else(|| fcntl_dupfd_cloexec(&path, 0), Ok)?;
+            let copy = || self.descriptor(|| fcntl_dupfd_cloexec(&path, 0));
+            let file = place.map_or_else(copy, Ok)?;
             let instead = (number == new).then_some(&start);
             self.enter(session, new, self.new_fid(file, start.user)?.0, instead)?;
         }
@@ -469,7 +365,8 @@ impl NinepServer {
             let _ = self.drop_fid(u32::from_le_bytes(*ended));
         }
         let (start, session) = self.fid(number)?;
-        let file = look_up(&*self.path(&start)?, message::entry(name)?)?;
+        let (path, name) = (self.path(&start)?, message::entry(name)?);
+        let file = self.descriptor(|| look_up(&*path, name))?;
         let (fid, stat) = self.new_fid(file, start.user)?;
         let instead = (number == new).then_some(&start);
         self.enter(session, new, fid, instead)?;
@@ -511,7 +408,8 @@ impl NinepServer {
                 // a program opens it with `O_RDONLY | O_TRUNC`.
                 Err(Errno::BADF | Errno::INVAL) => {
                     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-                    fs::ftruncate(fs::openat(place, name, flags, Mode::empty())?, size)?;
+                    let open = || fs::openat(place, name, flags, Mode::empty());
+                    fs::ftruncate(self.descriptor(open)?, size)?;
                 }
                 done => done?,
             }
@@ -556,7 +454,9 @@ impl NinepServer {
         let flags = OFlags::from_bits_retain(flags & OPEN_FLAGS) | OFlags::CLOEXEC;
         let path = self.path(&fid)?;
         let name = number(&path);
-        let open = |flags| fs::openat(&self.descriptors, &name[..], flags, Mode::empty());
+        let open = |flags| {
+            self.descriptor(|| fs::openat(&self.descriptors, &name[..], flags, Mode::empty()))
+        };
         let open = match open(flags) {
             // Only the owner may ask for it, and drivers ask for all files (overlayfs does).
             Err(Errno::PERM) if flags.contains(OFlags::NOATIME) => open(flags - OFlags::NOATIME),

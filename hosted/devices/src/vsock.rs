@@ -9,7 +9,8 @@
 //! The guest is not trusted. Its data is buffered up to the credit that it has been given; a packet
 //! that breaks a rule ends its connection. The queue to the guest is limited as a whole: while it
 //! is full, no input from host programs is read. A host program that does not read blocks its own
-//! connection only.
+//! connection only. It gets the data of a connection that the guest has shut down in order, also
+//! after the guest has forgotten the connection: Linux resets it 8 s after close(2).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, IoSliceMut, Read, Write};
@@ -25,13 +26,13 @@ use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 
-use self::connection::{ConnectLine, Connection, Lifetime, PendingClient, Stage};
+use self::connection::{ConnectLine, Connection, Lifetime, PendingClient, Remainder, Stage};
 use crate::confine::{FileAccess, SetupError, confine};
 use crate::worker::READY;
 
 mod connection;
 
-/// Most connections, pending ones included.
+/// Most connections, pending and draining ones included.
 const MAX_CONNECTIONS: usize = 512;
 /// Bytes queued for the guest before input from host programs is paused.
 const MAX_QUEUED: usize = 512 << 10;
@@ -45,6 +46,10 @@ const CREDIT_UPDATE: u32 = MOST_DATA / 4;
 const PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
 /// Polling interval for the end of the process, in case the signal is missed.
 const POLL_INTERVAL: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+/// Longest pause after a client could not be accepted.
+const ACCEPT_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+/// Most reads of packets at the end of the process: as much as a socket buffers.
+const LAST_READS: usize = MAX_QUEUED / CHUNK;
 
 /// Configuration of the vsock device. Its descriptors are [`layout::DISKS_FD`] and the two after
 /// it: packet stream, listening socket, connection requests.
@@ -71,6 +76,7 @@ pub fn serve_vsock(vsock: Vsock, end: &AtomicBool) -> Result<(), SetupError> {
     while !end.load(Relaxed) {
         server.turn()?;
     }
+    server.finish();
     Ok(())
 }
 
@@ -88,14 +94,17 @@ struct Server {
     output: Vec<u8>,
     written: usize,
     listener: UnixListener,
-    /// No descriptor is free to accept a further client.
-    is_full: bool,
+    /// The host has refused to accept a client, for lack of descriptors or memory.
+    accept_failed: bool,
     clients: BTreeMap<u64, PendingClient>,
-    next_client: u64,
+    /// Rest of connections that the guest has ended.
+    draining: BTreeMap<u64, Remainder>,
+    /// Next ID in `clients` and `draining`.
+    next_id: u64,
     connections: BTreeMap<Key, Connection>,
     next_port: u32,
     /// Socket for connection requests, the connections that wait for one, and whether the first of
-    /// them has been requested.
+    /// them has been requested. Each is in there once; only the first may have ended meanwhile.
     source: OwnedFd,
     asking: VecDeque<Key>,
     has_asked: bool,
@@ -108,6 +117,7 @@ enum Ready {
     Listener,
     Source,
     PendingClient(u64),
+    Draining(u64),
     Connection(Key),
 }
 
@@ -128,9 +138,10 @@ impl Server {
             output: Vec::new(),
             written: 0,
             listener,
-            is_full: false,
+            accept_failed: false,
             clients: BTreeMap::new(),
-            next_client: 0,
+            draining: BTreeMap::new(),
+            next_id: 0,
             connections: BTreeMap::new(),
             next_port: PORTS.start,
             source,
@@ -141,7 +152,10 @@ impl Server {
 
     /// Waits for events and handles them.
     fn turn(&mut self) -> io::Result<()> {
-        for (ready, flags) in self.wait_for(&POLL_INTERVAL)? {
+        let time = if self.accept_failed { ACCEPT_RETRY } else { POLL_INTERVAL };
+        let events = self.wait_for(&time)?;
+        self.accept_failed = false;
+        for (ready, flags) in events {
             match ready {
                 Ready::Stream => {
                     if flags.contains(PollFlags::OUT) {
@@ -153,7 +167,8 @@ impl Server {
                 }
                 Ready::Listener => self.accept(),
                 Ready::Source => self.on_connection(),
-                Ready::PendingClient(number) => self.read_line(number),
+                Ready::PendingClient(id) => self.read_line(id),
+                Ready::Draining(id) => self.drain(id),
                 Ready::Connection(key) => self.serve(key, flags),
             }
         }
@@ -171,7 +186,7 @@ impl Server {
             flags.set(PollFlags::IN, accepts_input);
             flags.set(PollFlags::OUT, self.written < self.output.len());
             wanted.push((Ready::Stream, stream.as_fd(), flags));
-            if accepts_input && !self.is_full {
+            if accepts_input && !self.is_full() && !self.accept_failed {
                 wanted.push((Ready::Listener, self.listener.as_fd(), PollFlags::IN));
             }
             if self.has_asked {
@@ -179,8 +194,13 @@ impl Server {
             }
         }
         let clients = self.clients.iter().filter(|_| accepts_input);
-        wanted.extend(clients.map(|(number, client)| {
-            (Ready::PendingClient(*number), client.socket.as_fd(), PollFlags::IN)
+        wanted.extend(
+            clients.map(|(id, client)| {
+                (Ready::PendingClient(*id), client.socket.as_fd(), PollFlags::IN)
+            }),
+        );
+        wanted.extend(self.draining.iter().map(|(id, remainder)| {
+            (Ready::Draining(*id), remainder.socket.as_fd(), PollFlags::OUT)
         }));
         wanted.extend(self.connections.iter().filter_map(|(key, connection)| {
             let flags = connection.wants(accepts_input)?;
@@ -201,39 +221,47 @@ impl Server {
         self.stream.is_some() && self.output.len() - self.written < MAX_QUEUED
     }
 
+    /// Returns whether there are as many connections as allowed.
+    fn is_full(&self) -> bool {
+        self.clients.len() + self.draining.len() + self.connections.len() >= MAX_CONNECTIONS
+    }
+
+    /// Returns an unused ID.
+    fn new_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
     fn accept(&mut self) {
-        while self.clients.len() + self.connections.len() < MAX_CONNECTIONS {
+        while !self.is_full() {
             match self.listener.accept() {
                 Ok((socket, _)) => {
                     if socket.set_nonblocking(true).is_ok() {
-                        self.clients
-                            .insert(self.next_client, PendingClient { socket, line: Vec::new() });
-                        self.next_client += 1;
+                        let id = self.new_id();
+                        self.clients.insert(id, PendingClient { socket, line: Vec::new() });
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // The host has no free descriptor for this process.
-                Err(_) => break,
+                Err(_) => {
+                    self.accept_failed = true;
+                    return;
+                }
             }
         }
-        self.is_full = true;
     }
 
     /// Reads the port request of a client.
-    fn read_line(&mut self, number: u64) {
-        let said =
-            self.clients.get_mut(&number).map_or(ConnectLine::Nothing, PendingClient::listen);
+    fn read_line(&mut self, id: u64) {
+        let said = self.clients.get_mut(&id).map_or(ConnectLine::Nothing, PendingClient::listen);
         if said == ConnectLine::Waits {
             return;
         }
-        let client = self.clients.remove(&number);
+        let client = self.clients.remove(&id);
         if let (ConnectLine::Port(port), Some(PendingClient { socket, .. })) = (said, client) {
             let key = (self.free_port(), port);
             self.connections.insert(key, Connection::new(Stage::Requested, Some(socket)));
             self.put(key, op::REQUEST, 0, &[]);
-        } else {
-            self.is_full = false;
         }
     }
 
@@ -285,6 +313,10 @@ impl Server {
                 Ok(count) => self.written += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                // A hang-up: packets that were sent before it are still read.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                    self.written = self.output.len();
+                }
                 Err(_) => self.close_stream(),
             }
         }
@@ -299,9 +331,47 @@ impl Server {
     /// process.
     fn close_stream(&mut self) {
         self.stream = None;
-        self.connections.clear();
         self.clients.clear();
-        self.asking.clear();
+        self.reset_connections();
+    }
+
+    /// Ends all connections after a reset of the guest driver or a hang-up.
+    fn reset_connections(&mut self) {
+        for connection in std::mem::take(&mut self.connections).into_values() {
+            self.keep_remainder(connection);
+        }
+        // The response to a request is still to come.
+        self.asking.truncate(usize::from(self.has_asked));
+    }
+
+    /// Handles the end of a connection by the guest: data that it sent before an orderly end is
+    /// still forwarded.
+    fn keep_remainder(&mut self, connection: Connection) {
+        if let Some(remainder) = connection.into_remainder() {
+            let id = self.new_id();
+            self.draining.insert(id, remainder);
+        }
+    }
+
+    /// Forwards data of an ended connection. The host program sees its end when it has all data.
+    fn drain(&mut self, id: u64) {
+        if self.draining.get_mut(&id).is_some_and(|one| one.pass_on() == Lifetime::Ends) {
+            self.draining.remove(&id);
+        }
+    }
+
+    /// Forwards data that arrived before the end of the process, as far as the host's sockets take
+    /// it immediately.
+    fn finish(&mut self) {
+        for _ in 0..LAST_READS {
+            self.read();
+        }
+        for connection in self.connections.values_mut() {
+            connection.pass_on();
+        }
+        for remainder in self.draining.values_mut() {
+            remainder.pass_on();
+        }
     }
 
     /// Reads packets of the guest.
@@ -333,10 +403,7 @@ impl Server {
             match packet.split_first_chunk() {
                 Some((header, data)) => self.packet(&Header::from_bytes(header), data),
                 // The guest driver was reset.
-                None if packet.is_empty() => {
-                    self.connections.clear();
-                    self.is_full = false;
-                }
+                None if packet.is_empty() => self.reset_connections(),
                 None => return self.close_stream(),
             }
         }
@@ -354,21 +421,16 @@ impl Server {
             return self.reset_foreign(header);
         }
         let Some(connection) = self.connections.get_mut(&key) else {
-            return match header.op {
-                op::RST => {}
-                op::REQUEST if self.clients.len() + self.connections.len() < MAX_CONNECTIONS => {
-                    let mut connection = Connection::new(Stage::Asked, None);
-                    (connection.buffer, connection.taken) = (header.buffer, header.forwarded);
-                    self.connections.insert(key, connection);
-                    self.asking.push_back(key);
-                }
-                _ => self.put(key, op::RST, 0, &[]),
-            };
+            return self.packet_without_connection(key, header);
         };
         (connection.buffer, connection.taken) = (header.buffer, header.forwarded);
         connection.begs &= connection.credit() == 0;
         match (header.op, connection.stage) {
-            (op::RST, _) => self.forget(key),
+            (op::RST, _) => {
+                if let Some(connection) = self.forget(key) {
+                    self.keep_remainder(connection);
+                }
+            }
             (op::RESPONSE, Stage::Requested) => {
                 connection.stage = Stage::Open;
                 let line = format!("OK {}\n", key.0);
@@ -396,6 +458,22 @@ impl Server {
             (op::CREDIT_REQUEST, Stage::Open) => self.put(key, op::CREDIT_UPDATE, 0, &[]),
             (op::CREDIT_UPDATE, Stage::Open) => {}
             _ => self.end(key),
+        }
+    }
+
+    fn packet_without_connection(&mut self, key: Key, header: &Header) {
+        match header.op {
+            op::RST => {}
+            op::REQUEST if !self.is_full() => {
+                let mut connection = Connection::new(Stage::Asked, None);
+                (connection.buffer, connection.taken) = (header.buffer, header.forwarded);
+                self.connections.insert(key, connection);
+                // The response to an earlier request of the same key is as good.
+                if !self.asking.contains(&key) {
+                    self.asking.push_back(key);
+                }
+            }
+            _ => self.put(key, op::RST, 0, &[]),
         }
     }
 
@@ -435,9 +513,11 @@ impl Server {
         self.put(key, op::RST, 0, &[]);
     }
 
-    fn forget(&mut self, key: Key) {
-        self.connections.remove(&key);
-        self.is_full = false;
+    fn forget(&mut self, key: Key) -> Option<Connection> {
+        // The response to an outstanding request finds the first one.
+        let mut is_outstanding = self.has_asked;
+        self.asking.retain(|&asking| std::mem::take(&mut is_outstanding) || asking != key);
+        self.connections.remove(&key)
     }
 
     /// Handles events of a host socket.
@@ -503,12 +583,9 @@ impl Server {
         while !self.has_asked
             && let Some(&key) = self.asking.front()
         {
-            if !self.connections.contains_key(&key) {
-                self.asking.pop_front();
-            } else if send(&self.source, &key.0.to_le_bytes(), SendFlags::NOSIGNAL).is_ok() {
+            if send(&self.source, &key.0.to_le_bytes(), SendFlags::NOSIGNAL).is_ok() {
                 self.has_asked = true;
             } else {
-                self.asking.pop_front();
                 self.end(key);
             }
         }

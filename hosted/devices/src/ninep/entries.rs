@@ -10,8 +10,10 @@ use linux_raw_sys::general as linux;
 use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use super::message::{Answer, Fields};
+use super::named_files::Descriptor;
 use super::{Failed, Fid, NinepServer, OPEN_FLAGS, kind, look_up, number};
 use host_linux::sandbox::set_file_owner;
 
@@ -143,18 +145,7 @@ impl NinepServer {
                 let (to, _) = self.fid(fields.word()?)?;
                 let new = fields.name()?;
                 let (from, to) = (self.path(&from)?, self.path(&to)?);
-                let entry = |folder, name| self.files.entry(&self.descriptors, folder, name);
-                self.files.open_entry(&self.folder, &to, new);
-                let is_folder = self.files.open_entry(&self.folder, &from, old);
-                let before = if is_folder { entry(&from, old) } else { None };
-                fs::renameat(&from, old, &to, new)?;
-                if let Some(before) = before
-                    && let Some(after) = entry(&to, new)
-                {
-                    let fids: Vec<_> = self.fids().all.values().cloned().collect();
-                    fids.iter().for_each(|fid| fid.file.follow_rename(&before, &after));
-                }
-                Ok(())
+                self.rename((&from, old), (&to, new))
             }
             kind::UNLINKAT => {
                 let (folder, _) = self.fid(fields.word()?)?;
@@ -162,12 +153,45 @@ impl NinepServer {
                 let is_folder = fields.word()? & linux::AT_REMOVEDIR != 0;
                 let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
                 let folder = self.path(&folder)?;
-                self.files.open_entry(&self.folder, &folder, name);
+                let _open = self.open_entry(&folder, name);
                 fs::unlinkat(&folder, name, flags)
             }
             kind::MKDIR | kind::SYMLINK | kind::MKNOD => self.make_entry(kind, fields, answer),
             _ => Err(Errno::OPNOTSUPP),
         }
+    }
+
+    /// Opens the files of an entry's names before the driver removes or renames it.
+    fn open_entry(&self, folder: &Descriptor, name: &[u8]) -> (bool, Vec<Arc<Descriptor>>) {
+        self.files.open_entry(&self.folder, &self.descriptors, folder, name)
+    }
+
+    /// Renames an entry, and with it the paths of closed files below it.
+    fn rename(
+        &self,
+        (from, old): (&Descriptor, &[u8]),
+        (to, new): (&Descriptor, &[u8]),
+    ) -> Result<(), Failed> {
+        let path = |folder, name| self.files.entry(&self.descriptors, folder, name);
+        let (_, _replaced) = self.open_entry(to, new);
+        let (is_folder, _renamed) = self.open_entry(from, old);
+        let before = if is_folder { path(from, old) } else { None };
+        if let Some(before) = &before
+            && let Some(after) = path(to, new)
+        {
+            let mut growth = 0;
+            self.for_each_fid(|fid| growth += fid.file.growth_by_rename(before, &after));
+            if !self.files.has_room_for(growth) {
+                return Err(Errno::NFILE);
+            }
+        }
+        fs::renameat(from, old, to, new)?;
+        if let Some(before) = before
+            && let Some(after) = path(to, new)
+        {
+            self.for_each_fid(|fid| fid.file.follow_rename(&before, &after));
+        }
+        Ok(())
     }
 
     /// Creates a folder, a symbolic link or a node.
@@ -231,7 +255,7 @@ impl NinepServer {
         if !is_regular || self.share.owners && folder.user != 0 {
             return Err(Errno::EXIST);
         }
-        fs::openat(&self.descriptors, number(file), flags, Mode::empty())
+        self.descriptor(|| fs::openat(&self.descriptors, number(file), flags, Mode::empty()))
     }
 
     /// Creates and opens a file.
@@ -249,16 +273,18 @@ impl NinepServer {
         let flags = OFlags::from_bits_retain(flags) | OFlags::CLOEXEC;
         let place = self.path(&folder)?;
         let create = || fs::openat(&place, name, flags | OFlags::CREATE | OFlags::EXCL, mode);
-        let open = match self.as_owner(&folder, group, create) {
+        let open = match self.descriptor(|| self.as_owner(&folder, group, create)) {
             // The host has made it since the driver's lookup.
             Err(Errno::EXIST) if wanted & linux::O_EXCL == 0 => {
-                self.open_existing(&folder, &look_up(&place, name)?, flags)
+                let file = self.descriptor(|| look_up(&place, name))?;
+                self.open_existing(&folder, &file, flags)
             }
             open => open,
         }?;
         // Reopens the same file, whatever the name refers to by now.
         let path = OFlags::PATH | OFlags::CLOEXEC;
-        let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
+        let reopen = || fs::openat(&self.descriptors, number(&open), path, Mode::empty());
+        let path = self.descriptor(reopen)?;
         let (fid, stat) = self.new_fid(path, folder.user)?;
         fid.file.keep();
         let _ = fid.open.set(open);

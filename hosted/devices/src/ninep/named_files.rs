@@ -41,32 +41,48 @@ pub(super) struct NamedFile {
     /// It stays open.
     is_kept: AtomicBool,
     identity: Identity,
+    /// Closed files of all names.
+    closed: Arc<Mutex<Closed>>,
+}
+
+impl Drop for NamedFile {
+    fn drop(&mut self) {
+        let key = Closed::key(self);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let State::Closed(path) = state {
+            lock(&self.closed).remove(key, path);
+        }
+    }
 }
 
 /// Device, inode number and type.
 type Identity = (u64, u64, u32);
 
-/// Closed files by identity and address, those of some dropped names included.
-#[derive(Default)]
+/// Closed files by identity and address, and the bytes of their paths.
 struct Closed {
     all: BTreeMap<(Identity, usize), Weak<NamedFile>>,
-    /// Number of entries at which those of dropped names are removed.
-    purge_at: usize,
+    path_bytes: usize,
+    most_path_bytes: usize,
 }
 
 impl Closed {
-    fn add(&mut self, named: &Arc<NamedFile>) {
-        /// Number of entries below which none are removed.
-        const LEAST: usize = 1024;
-        if self.all.len() >= self.purge_at {
-            self.all.retain(|_, named| named.strong_count() != 0);
-            self.purge_at = LEAST.max(2 * self.all.len());
+    /// Adds a file if there is room for its path.
+    fn add(&mut self, named: &Arc<NamedFile>, path: &[u8]) -> bool {
+        let has_room = self.has_room_for(path_bytes(path));
+        if has_room {
+            self.path_bytes += path_bytes(path);
+            self.all.insert(Self::key(named), Arc::downgrade(named));
         }
-        self.all.insert(Self::key(named), Arc::downgrade(named));
+        has_room
     }
 
-    fn remove(&mut self, named: &Arc<NamedFile>) {
-        self.all.remove(&Self::key(named));
+    fn remove(&mut self, key: (Identity, usize), path: &[u8]) {
+        self.path_bytes -= path_bytes(path);
+        self.all.remove(&key);
+    }
+
+    fn has_room_for(&self, bytes: usize) -> bool {
+        self.path_bytes + bytes <= self.most_path_bytes
     }
 
     fn of(&self, identity: Identity) -> Vec<Arc<NamedFile>> {
@@ -74,15 +90,25 @@ impl Closed {
         all.filter_map(|(_, named)| named.upgrade()).collect()
     }
 
-    fn key(named: &Arc<NamedFile>) -> (Identity, usize) {
-        (named.identity, Arc::as_ptr(named).addr())
+    fn key(named: &NamedFile) -> (Identity, usize) {
+        (named.identity, std::ptr::from_ref(named).addr())
     }
+}
+
+/// Returns the bytes of a kept path, with the allocator's overhead.
+fn path_bytes(path: &[u8]) -> usize {
+    const OVERHEAD: usize = 24;
+    path.len() + OVERHEAD
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 enum State {
     Open(Arc<Descriptor>),
-    /// Path from the folder.
-    Closed(Vec<u8>),
+    /// Path from the folder; empty: none is known.
+    Closed(Box<[u8]>),
 }
 
 /// All files that are open for names.
@@ -93,23 +119,36 @@ pub(super) struct NamedFiles {
     most: usize,
     /// Has one reference more than files are open.
     counted: Arc<()>,
-    closed: Mutex<Closed>,
+    closed: Arc<Mutex<Closed>>,
     /// Files in the order in which they were opened, those of dropped names included.
     queue: Mutex<VecDeque<Weak<NamedFile>>>,
 }
 
 impl NamedFiles {
     /// Creates the state without files; `descriptors` is `/proc/self/fd`.
-    pub(super) fn new(folder: &OwnedFd, descriptors: &OwnedFd, most: usize) -> Self {
+    pub(super) fn new(
+        folder: &OwnedFd,
+        descriptors: &OwnedFd,
+        most: usize,
+        most_path_bytes: usize,
+    ) -> Self {
         let folder = path_of(descriptors, folder).ok();
         let counted = Arc::new(());
-        Self { folder, most, counted, closed: Mutex::default(), queue: Mutex::default() }
+        let closed = Closed { all: BTreeMap::new(), path_bytes: 0, most_path_bytes };
+        let closed = Arc::new(Mutex::new(closed));
+        Self { folder, most, counted, closed, queue: Mutex::default() }
     }
 
     /// Sets the number of open files from which on unused ones are closed.
     #[cfg(test)]
     pub(super) fn set_most(&mut self, most: usize) {
         self.most = most;
+    }
+
+    /// Sets the number of bytes that paths of closed files may take.
+    #[cfg(test)]
+    pub(super) fn set_path_bytes(&self, most: usize) {
+        self.closed().most_path_bytes = most;
     }
 
     /// Returns the number of open files.
@@ -126,17 +165,28 @@ impl NamedFiles {
             is_used: AtomicBool::new(true),
             is_kept: AtomicBool::new(false),
             identity: identity(stat),
+            closed: Arc::clone(&self.closed),
         });
         self.append(&named);
         named
     }
 
     fn closed(&self) -> MutexGuard<'_, Closed> {
-        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.closed)
+    }
+
+    /// Returns whether paths of closed files may take `bytes` more.
+    pub(super) fn has_room_for(&self, bytes: usize) -> bool {
+        self.closed().has_room_for(bytes)
+    }
+
+    /// Returns whether a further file may be closed, whatever its path.
+    pub(super) fn has_room_for_path(&self) -> bool {
+        self.has_room_for(linux::PATH_MAX as usize)
     }
 
     fn queue(&self) -> MutexGuard<'_, VecDeque<Weak<NamedFile>>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     fn append(&self, named: &Arc<NamedFile>) {
@@ -149,7 +199,8 @@ impl NamedFiles {
         queue.push_back(Arc::downgrade(named));
     }
 
-    /// Returns the descriptor of a file, opened again below `folder` if it is closed.
+    /// Returns the descriptor of a file, opened again below `folder` if it is closed. Others may be
+    /// closed for it.
     ///
     /// # Errors
     /// `STALE`: it has another path by now. Those of a lookup.
@@ -157,11 +208,26 @@ impl NamedFiles {
         &self,
         named: &Arc<NamedFile>,
         folder: &OwnedFd,
+        descriptors: &OwnedFd,
     ) -> Result<Arc<Descriptor>, Failed> {
+        let (descriptor, is_reopened) =
+            self.make_descriptor(descriptors, || self.open_once(named, folder))?;
+        if is_reopened {
+            self.close_unused(descriptors);
+        }
+        Ok(descriptor)
+    }
+
+    /// Returns the descriptor of a file, and whether it has been opened again.
+    fn open_once(
+        &self,
+        named: &Arc<NamedFile>,
+        folder: &OwnedFd,
+    ) -> Result<(Arc<Descriptor>, bool), Failed> {
         named.is_used.store(true, Relaxed);
         let mut state = named.state();
         let path = match &*state {
-            State::Open(descriptor) => return Ok(Arc::clone(descriptor)),
+            State::Open(descriptor) => return Ok((Arc::clone(descriptor), false)),
             State::Closed(path) => path,
         };
         let mut file = None;
@@ -178,10 +244,10 @@ impl NamedFiles {
             return Err(Errno::STALE);
         }
         let descriptor = Arc::new(Descriptor { file, _counted: Arc::clone(&self.counted) });
+        self.closed().remove(Closed::key(named), path);
         *state = State::Open(Arc::clone(&descriptor));
-        self.closed().remove(named);
         self.append(named);
-        Ok(descriptor)
+        Ok((descriptor, true))
     }
 
     /// Closes some files that were not used since the last call, if many are open.
@@ -195,16 +261,44 @@ impl NamedFiles {
             if !is_full() {
                 return;
             }
-            let next = self.queue().pop_front();
-            let Some(named) = next else { return };
-            let Some(named) = named.upgrade() else { continue };
-            if named.is_used.swap(false, Relaxed) || !self.close(&named, descriptors) {
-                self.append(&named);
-            }
+            self.close_next(descriptors);
         }
     }
 
-    /// Closes a file unless a request uses it or it has no path.
+    /// Makes a descriptor. If the process may have no more, closes some files and tries once more.
+    pub(super) fn make_descriptor<T>(
+        &self,
+        descriptors: &OwnedFd,
+        make: impl Fn() -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        match make() {
+            Err(Errno::MFILE) if self.close_some(descriptors) => make(),
+            made => made,
+        }
+    }
+
+    /// Closes files that no request uses, however many are open. Returns whether there were any.
+    fn close_some(&self, descriptors: &OwnedFd) -> bool {
+        /// Number of files: enough for requests that are served in parallel.
+        const ENOUGH: usize = 64;
+        // A file is closed at the second look if it was used before the first one.
+        let looks = 2 * self.queue().len();
+        (0..looks).filter(|_| self.close_next(descriptors)).take(ENOUGH).count() != 0
+    }
+
+    /// Closes the file that was opened first if it was not used since the last look at it. Returns
+    /// whether it is closed.
+    fn close_next(&self, descriptors: &OwnedFd) -> bool {
+        let next = self.queue().pop_front();
+        let Some(named) = next.and_then(|named| named.upgrade()) else { return false };
+        let is_closed = !named.is_used.swap(false, Relaxed) && self.close(&named, descriptors);
+        if !is_closed {
+            self.append(&named);
+        }
+        is_closed
+    }
+
+    /// Closes a file unless a request uses it, or it has no path or none that there is room for.
     fn close(&self, named: &Arc<NamedFile>, descriptors: &OwnedFd) -> bool {
         let mut state = named.state();
         let State::Open(descriptor) = &*state else { return true };
@@ -213,24 +307,33 @@ impl NamedFiles {
         }
         let Ok(path) = path_of(descriptors, &**descriptor) else { return false };
         let Some(path) = self.below(&path).filter(|path| !path.is_empty()) else { return false };
-        *state = State::Closed(path.to_vec());
-        self.closed().add(named);
-        true
+        let has_room = self.closed().add(named, path);
+        if has_room {
+            *state = State::Closed(path.into());
+        }
+        has_room
     }
 
     /// Opens the file of an entry, if it is closed, before the driver removes or renames it.
-    /// Returns whether it is a folder in which other files may be closed.
-    pub(super) fn open_entry(&self, served: &OwnedFd, folder: &Descriptor, name: &[u8]) -> bool {
+    /// Returns whether it is a folder in which other files may be closed, and the descriptors,
+    /// which stay open as long as the caller has them.
+    pub(super) fn open_entry(
+        &self,
+        served: &OwnedFd,
+        descriptors: &OwnedFd,
+        folder: &Descriptor,
+        name: &[u8],
+    ) -> (bool, Vec<Arc<Descriptor>>) {
         if self.closed().all.is_empty() {
-            return false;
+            return (false, Vec::new());
         }
-        let Ok(stat) = fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
+        let Ok(stat) = fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) else {
+            return (false, Vec::new());
+        };
         let all = self.closed().of(identity(&stat));
-        for named in all {
-            // If the host has moved it, its uses fail.
-            let _ = self.open(&named, served);
-        }
-        stat.st_mode & linux::S_IFMT == linux::S_IFDIR
+        // If the host has moved it, its uses fail.
+        let open = all.iter().filter_map(|named| self.open(named, served, descriptors).ok());
+        (stat.st_mode & linux::S_IFMT == linux::S_IFDIR, open.collect())
     }
 
     /// Returns the path of an entry from the served folder on, if it is below it.
@@ -263,7 +366,7 @@ impl NamedFiles {
 
 impl NamedFile {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Keeps the file open as long as the name exists.
@@ -273,13 +376,31 @@ impl NamedFile {
 
     /// Follows the renaming of a folder, given by paths from the served folder on.
     pub(super) fn follow_rename(&self, old: &[u8], new: &[u8]) {
-        if let State::Closed(path) = &mut *self.state()
-            && let Some(rest) = path.strip_prefix(old)
-            && (rest.is_empty() || rest.starts_with(b"/"))
-        {
-            *path = [new, rest].concat();
+        let mut state = self.state();
+        let State::Closed(path) = &mut *state else { return };
+        let Some(rest) = below(path, old) else { return };
+        let renamed = [new, rest].concat();
+        let mut closed = lock(&self.closed);
+        closed.path_bytes -= path_bytes(path);
+        // Others were closed meanwhile if there is no room. Its uses fail then.
+        *path = if closed.has_room_for(path_bytes(&renamed)) { renamed } else { Vec::new() }.into();
+        closed.path_bytes += path_bytes(path);
+    }
+
+    /// Returns the number of bytes by which [`Self::follow_rename`] lengthens the path.
+    pub(super) fn growth_by_rename(&self, old: &[u8], new: &[u8]) -> usize {
+        match &*self.state() {
+            State::Closed(path) if below(path, old).is_some() => {
+                new.len().saturating_sub(old.len())
+            }
+            _ => 0,
         }
     }
+}
+
+/// Returns the part of a path after that of a folder.
+fn below<'a>(path: &'a [u8], folder: &[u8]) -> Option<&'a [u8]> {
+    path.strip_prefix(folder).filter(|rest| rest.is_empty() || rest.starts_with(b"/"))
 }
 
 fn identity(stat: &Stat) -> Identity {
@@ -294,6 +415,29 @@ fn path_of(descriptors: &OwnedFd, file: &impl AsFd) -> Result<Vec<u8>, Failed> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The driver's other requests may close files while it renames their folder.
+    #[test]
+    fn a_path_without_room_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("name"), "").unwrap();
+        let open = |path: &std::path::Path| OwnedFd::from(std::fs::File::open(path).unwrap());
+        let (served, descriptors) = (open(folder.path()), open("/proc/self/fd".as_ref()));
+        let files = NamedFiles::new(&served, &descriptors, 0, 0);
+        let file = open(&folder.path().join("name"));
+        let stat = fs::fstat(&file).unwrap();
+        let named = files.name(file, &stat);
+        files.set_path_bytes(path_bytes(b"name") - 1);
+        assert!(!files.close_some(&descriptors), "it stays open");
+        files.set_path_bytes(100);
+        assert!(files.close_some(&descriptors));
+        assert_eq!(files.closed().path_bytes, path_bytes(b"name"));
+        named.follow_rename(b"name", &[b'x'; 100]);
+        assert_eq!(files.closed().path_bytes, path_bytes(b""));
+        assert_eq!(files.open(&named, &served, &descriptors).err(), Some(Errno::STALE));
+        drop(named);
+        assert!(files.closed().path_bytes == 0 && files.closed().all.is_empty());
+    }
 
     #[test]
     fn a_number_with_another_type_is_another_file() {

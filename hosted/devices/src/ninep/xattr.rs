@@ -90,10 +90,12 @@ impl NinepServer {
         if Arc::strong_count(&self.attributes) > MAX_ATTRIBUTES {
             return Err(Errno::NOBUFS);
         }
-        let (fid, _) = self.new_fid(fcntl_dupfd_cloexec(self.path(of)?, 0)?, of.user)?;
+        let path = self.path(of)?;
+        let (fid, _) =
+            self.new_fid(self.descriptor(|| fcntl_dupfd_cloexec(&*path, 0))?, of.user)?;
         fid.file.keep();
         let attribute = Attribute { kind, _counted: Arc::clone(&self.attributes) };
-        Ok(Fid { attribute: Some(attribute), ..fid })
+        Ok(Fid { attribute: Some(Box::new(attribute)), ..fid })
     }
 
     /// Makes a new fid for the value of an attribute; without a name for the names of all.

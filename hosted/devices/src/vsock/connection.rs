@@ -104,16 +104,11 @@ impl Connection {
     /// Forwards data to the host program.
     pub fn pass_on(&mut self) -> Lifetime {
         let Some(socket) = &mut self.socket else { return Lifetime::Stays };
-        while !self.waiting.is_empty() {
-            match socket.write(self.waiting.as_slices().0) {
-                Ok(count) => {
-                    self.waiting.drain(..count);
-                    self.forwarded = self.forwarded.wrapping_add(count as u32);
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Lifetime::Stays,
-                Err(_) => return Lifetime::Ends,
-            }
+        let before = self.waiting.len();
+        let lifetime = forward(socket, &mut self.waiting);
+        self.forwarded = self.forwarded.wrapping_add((before - self.waiting.len()) as u32);
+        if lifetime == Lifetime::Ends || !self.waiting.is_empty() {
+            return lifetime;
         }
         if self.guest_is_done && self.guest_is_deaf {
             return Lifetime::Ends;
@@ -125,6 +120,43 @@ impl Connection {
         }
         Lifetime::Stays
     }
+
+    /// Returns the data that the host program has not taken, if the guest has ended its direction:
+    /// without that, its end of the connection is an abort.
+    pub fn into_remainder(self) -> Option<Remainder> {
+        let Self { socket, waiting, guest_is_done, .. } = self;
+        let has_data = guest_is_done && !waiting.is_empty();
+        socket.filter(|_| has_data).map(|socket| Remainder { socket, waiting })
+    }
+}
+
+/// Rest of a connection that the guest has ended.
+#[derive(Debug)]
+pub(super) struct Remainder {
+    pub socket: UnixStream,
+    /// Bytes that the host program has not taken.
+    waiting: VecDeque<u8>,
+}
+
+impl Remainder {
+    /// Forwards data to the host program. The rest ends with its last byte.
+    pub fn pass_on(&mut self) -> Lifetime {
+        let lifetime = forward(&mut self.socket, &mut self.waiting);
+        if self.waiting.is_empty() { Lifetime::Ends } else { lifetime }
+    }
+}
+
+/// Writes bytes until none are left or the socket blocks. `Ends`: the socket has failed.
+fn forward(socket: &mut UnixStream, waiting: &mut VecDeque<u8>) -> Lifetime {
+    while !waiting.is_empty() {
+        match socket.write(waiting.as_slices().0) {
+            Ok(count) => drop(waiting.drain(..count)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(_) => return Lifetime::Ends,
+        }
+    }
+    Lifetime::Stays
 }
 
 /// A host program that has not sent its port yet.

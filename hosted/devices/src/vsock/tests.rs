@@ -342,6 +342,116 @@ fn a_driver_reset() {
     }
 }
 
+/// As Linux does after close(2): it resets the connection if the answer takes long.
+#[test]
+fn a_slow_reader_gets_what_was_sent_before_an_orderly_end() {
+    let data: Vec<u8> = (0..MOST_DATA).map(|number| number as u8).collect();
+    let ends = ["reset", "restart of the driver", "hang-up"];
+    for (end, flags) in ends.into_iter().flat_map(|end| [(end, shutdown::BOTH), (end, 0)]) {
+        let mut rig = Rig::new();
+        let (mut client, key) = rig.connected();
+        for part in data.chunks(1 << 14) {
+            rig.send(key, op::RW, 0, part);
+        }
+        assert!(!rig.server.connections[&key].waiting.is_empty(), "the test is about it");
+        rig.send(key, op::SHUTDOWN, flags, &[]);
+        match end {
+            "reset" => rig.send(key, op::RST, 0, &[]),
+            "hang-up" => rig.guest.shutdown(Shutdown::Both).unwrap(),
+            _ => rig.guest.write_all(&0_u32.to_be_bytes()).unwrap(),
+        }
+        rig.turn();
+        let is_orderly = flags != 0;
+        assert!(rig.server.connections.is_empty());
+        assert_eq!(rig.server.draining.len(), usize::from(is_orderly));
+        let mut came = Vec::new();
+        while let bytes @ [_, ..] = &read(&mut client)[..] {
+            came.extend(bytes);
+            rig.turn();
+        }
+        assert_eq!(came == data, is_orderly, "{end}: {} bytes", came.len());
+        assert!(data.starts_with(&came) && rig.server.draining.is_empty());
+    }
+}
+
+#[test]
+fn draining_connections_are_limited_and_end_with_their_reader() {
+    let mut rig = Rig::new();
+    let (client, key) = rig.connected();
+    while rig.server.connections[&key].waiting.is_empty() {
+        rig.send(key, op::RW, 0, &[1; 1 << 14]);
+    }
+    rig.send(key, op::SHUTDOWN, shutdown::SEND, &[]);
+    rig.send(key, op::RST, 0, &[]);
+    for port in 0..MAX_CONNECTIONS as u32 {
+        rig.send((5, port), op::REQUEST, 0, &[]);
+    }
+    assert_eq!(rig.server.connections.len(), MAX_CONNECTIONS - 1);
+    drop(client);
+    rig.turn();
+    assert!(rig.server.draining.is_empty());
+}
+
+/// The queue of packets to the guest does not matter to those that it has sent.
+#[test]
+fn packets_before_a_hang_up_are_handled() {
+    for is_process_end in [false, true] {
+        let mut rig = Rig::new();
+        let (mut client, key) = rig.connected();
+        let data = [1; CHUNK + 1];
+        for (op, data) in [(op::CREDIT_REQUEST, &[][..]), (op::RW, &data[..])] {
+            rig.send_packet(&Header { op, ..rig.header(key, data) }, data);
+        }
+        if is_process_end {
+            rig.server.finish();
+        } else {
+            rig.guest.shutdown(Shutdown::Both).unwrap();
+            rig.turn();
+            assert!(rig.server.stream.is_none());
+        }
+        assert_eq!(read(&mut client), data);
+    }
+}
+
+#[test]
+fn a_failed_accept_is_repeated() {
+    let mut rig = Rig::new();
+    let (socket, mut peer) = UnixStream::pair().unwrap();
+    peer.write_all(b"accept(2) fails").unwrap();
+    let socket = UnixListener::from(OwnedFd::from(socket));
+    let listener = std::mem::replace(&mut rig.server.listener, socket);
+    rig.server.turn().unwrap();
+    rig.server.listener = listener;
+    let mut client = UnixStream::connect(rig.path()).unwrap();
+    client.write_all(b"CONNECT 9\n").unwrap();
+    // Neither a connection nor a packet wakes the server.
+    rig.server.turn().unwrap();
+    assert_eq!(rig.ops(), [(op::REQUEST, PORTS.start, 0)]);
+}
+
+#[test]
+fn requests_that_have_ended_do_not_accumulate() {
+    let mut rig = Rig::new();
+    for number in 0..3000 {
+        rig.send((50, number % 3), op::REQUEST, 0, &[]);
+        rig.send((50, number % 3), op::RST, 0, &[]);
+    }
+    // The first one has been requested.
+    assert_eq!(rig.server.asking, [(50, 0)]);
+    for port in 0..3 {
+        rig.send((50, port), op::REQUEST, 0, &[]);
+    }
+    assert_eq!(rig.server.asking, [(50, 0), (50, 1), (50, 2)]);
+    // A driver that restarts: the response to the first request is still to come.
+    rig.guest.write_all(&0_u32.to_be_bytes()).unwrap();
+    rig.turn();
+    assert_eq!(rig.server.asking, [(50, 0)]);
+    rig.send((51, 7), op::REQUEST, 0, &[]);
+    assert_eq!((rig.answer(None), rig.answer(None)), (50, 51));
+    assert_eq!(rig.ops(), [(op::RST, 51, 0)]);
+    assert!(rig.server.asking.is_empty() && rig.server.connections.is_empty());
+}
+
 #[test]
 fn connections_are_limited() {
     let mut rig = Rig::new();
@@ -416,7 +526,9 @@ fn a_guest_without_sense() {
             rig.packets();
         }
         let server = &rig.server;
-        assert!(server.connections.len() + server.clients.len() <= MAX_CONNECTIONS);
+        let draining = server.draining.len();
+        assert!(server.connections.len() + server.clients.len() + draining <= MAX_CONNECTIONS);
+        assert!(server.asking.len() <= server.connections.len() + 1);
         assert!(server.output.len() <= 2 * (MAX_QUEUED + 2 * CHUNK), "{}", server.output.len());
         assert!(server.input.len() <= HEADER + MOST_DATA as usize + CHUNK);
         let kept = server.connections.values().map(|one| one.waiting.len()).max();
