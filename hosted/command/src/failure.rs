@@ -22,6 +22,7 @@
 
 use crate::messages::{self, Level, More};
 use proto::hosted::exit;
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -148,19 +149,25 @@ impl Failure {
         }
     }
 
+    /// Returns the message in one line, without the remedy.
+    pub fn message(&self) -> Cow<'_, str> {
+        let (Self::Simple { message: text, .. } | Self::Report { text, .. }) = self;
+        messages::one_line(text)
+    }
+
     /// Prints the failure to standard error.
     pub fn print(&self) {
         if !messages::is_json() {
             messages::to_stderr(format_args!("{self}"));
             return;
         }
-        let (text, help) = match self {
-            Self::Simple { message, help, .. } => (message, help.as_deref()),
-            Self::Report { text, .. } => (text, None),
+        let help = match self {
+            Self::Simple { help, .. } => help.as_deref(),
+            Self::Report { .. } => None,
         };
         let (code, reason) = (Some(self.code()), word(self.code()));
         let more = More { help, code, reason };
-        messages::emit(Level::Error, &messages::one_line(text), more);
+        messages::emit(Level::Error, &self.message(), more);
     }
 }
 

@@ -11,6 +11,7 @@ use crate::config::name::VmName;
 use crate::event_loop::{self, EndingSignals, EventHandler, drain};
 use crate::events::{Event, Events};
 use crate::exit::ExitCause;
+use crate::line_sink::LineSink;
 use crate::metrics::Metrics;
 use crate::spec::{MIN_MEMORY, PAGE};
 use crate::state::State;
@@ -154,7 +155,7 @@ impl Control {
         config: Config,
         size: u64,
         backend: &'static str,
-        sink: Option<File>,
+        sink: Option<LineSink>,
     ) -> Result<(Self, UnixStream), Failure> {
         let pair = UnixStream::pair().and_then(|(waker, wakeup)| {
             waker.set_nonblocking(true)?;
@@ -280,7 +281,8 @@ impl Control {
         status.events.record(Event::Reset { code });
     }
 
-    /// Records that the VM exited with this code. Event streams end.
+    /// Records that the VM exited with this code, and drops its pending commands. Event streams
+    /// end; the sink's reader has a time limit for the last events.
     pub fn ended(&self, code: u8, reason: &str) {
         let mut status = self.status();
         status.state = State::Ended;
@@ -288,7 +290,15 @@ impl Control {
         status.process = None;
         status.commands.clear();
         status.events.record(Event::Ended { code, reason: reason.to_owned() });
-        status.events.close();
+        let sink = status.events.close();
+        // Clients must not wait for the sink's reader.
+        drop(status);
+        drop(sink);
+    }
+
+    /// Drops the pending commands: nothing will execute them.
+    pub fn discard_commands(&self) {
+        self.status().commands.clear();
     }
 
     /// Records a panic of the guest kernel.

@@ -51,6 +51,8 @@ pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
 
 /// Listens for debuggers in a thread; dropping it ends the thread.
 pub struct Debugger {
+    /// Has the commands of the session.
+    control: Control,
     path: Option<PathBuf>,
     thread: Option<JoinHandle<()>>,
     connected: Arc<Mutex<Option<OwnedFd>>>,
@@ -76,6 +78,7 @@ impl Debugger {
         let copy = wake.try_clone().map_err(failed)?;
         news.set_nonblocking(true).and_then(|()| wake.set_nonblocking(true)).map_err(failed)?;
         control.set_debugger(copy);
+        let own = control.clone();
         let connected = Arc::new(Mutex::new(None));
         let end = Arc::<AtomicBool>::default();
         let mut session = Session {
@@ -95,7 +98,7 @@ impl Debugger {
         };
         let thread = thread::Builder::new().name("gdb".to_owned());
         let thread = thread.spawn(move || serve(&mut session, &listener)).map_err(failed)?;
-        Ok(Self { path, thread: Some(thread), connected, end, wake })
+        Ok(Self { control: own, path, thread: Some(thread), connected, end, wake })
     }
 }
 
@@ -107,6 +110,8 @@ impl Drop for Debugger {
         }
         let Some(thread) = self.thread.take() else { return };
         self.end.store(true, Ordering::Relaxed);
+        // The session may wait for a command that nothing executes any more: see [`Session::ask`].
+        self.control.discard_commands();
         let _ = rustix::io::write(&self.wake, &[0]);
         let deadline = Instant::now() + LINGER;
         while !thread.is_finished() && Instant::now() < deadline {
@@ -188,5 +193,30 @@ mod tests {
         let read = connection.read(&mut [0]);
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(debugger);
+    }
+
+    #[test]
+    fn the_end_does_not_wait_for_commands() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gdb");
+        let endpoint = GdbEndpoint::parse(&format!("unix={}", path.display())).unwrap();
+        let size = crate::spec::MIN_MEMORY;
+        let (control, mut wakeup) = Control::new(Config::default(), size, "kvm", None).unwrap();
+        let prepared = hosted_loader::empty(size).unwrap();
+        let counters = crate::statistics::devices::create().unwrap();
+        let memory = (prepared.memory, prepared.shared);
+        control.started(std::process::id(), memory, counters, Instant::now());
+        let ram = Ram { low: size, size };
+        let debugger = Debugger::start(&endpoint, control, GuestKernel::Kvm, (1, ram)).unwrap();
+        let _connection = UnixStream::connect(&path).unwrap();
+        // The session has queued a command, which nothing executes.
+        wakeup.set_nonblocking(false).unwrap();
+        wakeup.read_exact(&mut [0]).unwrap();
+        let (done, ended) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            drop(debugger);
+            done.send(()).unwrap();
+        });
+        ended.recv_timeout(Duration::from_secs(60)).expect("the debugger does not end");
     }
 }

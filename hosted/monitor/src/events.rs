@@ -1,12 +1,11 @@
 //! Events of a VM, as lines of JSON for subscribers.
 
+use crate::line_sink::LineSink;
 use hyper::body::Bytes;
 use rustix::time::{ClockId, clock_gettime};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::Write;
 use tokio::sync::mpsc;
 
 /// Past events kept for new subscribers.
@@ -73,17 +72,18 @@ pub struct Events {
     kept: VecDeque<Bytes>,
     next: u64,
     listeners: Vec<mpsc::Sender<Bytes>>,
-    sink: Option<File>,
+    sink: Option<LineSink>,
     closed: bool,
 }
 
 impl Events {
     /// Creates an empty list. Events are also written to `sink`.
-    pub fn new(sink: Option<File>) -> Self {
+    pub fn new(sink: Option<LineSink>) -> Self {
         Self { kept: VecDeque::new(), next: 0, listeners: Vec::new(), sink, closed: false }
     }
 
-    /// Sends an event to all subscribers. Subscribers whose queue is full are dropped.
+    /// Sends an event to all subscribers, without waiting for any. Subscribers whose queue is full
+    /// are dropped; the sink only loses the line.
     pub fn record(&mut self, event: Event) {
         let time = |clock| {
             let now = clock_gettime(clock);
@@ -100,10 +100,8 @@ impl Events {
         // Numbers and strings always serialize.
         let mut line = serde_json::to_vec(&line).unwrap_or_default();
         line.push(b'\n');
-        if let Some(sink) = &mut self.sink
-            && sink.write_all(&line).is_err()
-        {
-            self.sink = None;
+        if let Some(sink) = &self.sink {
+            sink.write(line.clone());
         }
         let line = Bytes::from(line);
         self.listeners.retain(|listener| listener.try_send(line.clone()).is_ok());
@@ -128,16 +126,23 @@ impl Events {
         Some(receiver)
     }
 
-    /// Ends all streams.
-    pub fn close(&mut self) {
+    /// Ends all streams. Returns the sink, whose drop waits for its reader: the caller must not
+    /// hold a lock then.
+    pub fn close(&mut self) -> Option<LineSink> {
         self.closed = true;
         self.listeners.clear();
+        self.sink.take()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::os::fd::OwnedFd;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
 
     fn lines(receiver: &mut mpsc::Receiver<Bytes>) -> Vec<serde_json::Value> {
         let lines = std::iter::from_fn(|| receiver.try_recv().ok());
@@ -161,6 +166,29 @@ mod tests {
             assert!(lines[1]["monotonic_ns"].as_u64() >= lines[0]["monotonic_ns"].as_u64());
             assert!(receiver.is_closed());
         }
+    }
+
+    #[test]
+    fn the_reader_of_the_sink_delays_nothing() {
+        const COUNT: usize = 5000;
+        let (from, to) = std::io::pipe().unwrap();
+        let sink = LineSink::start(OwnedFd::from(to).into(), "--event-fd").unwrap();
+        let mut events = Events::new(Some(sink));
+        let (done, recorded) = channel();
+        thread::spawn(move || {
+            (0..COUNT).for_each(|_| events.record(Event::Paused));
+            done.send(events.close()).ok()
+        });
+        let sink = recorded.recv_timeout(Duration::from_secs(60)).expect("events wait");
+        let reader = thread::spawn(|| BufReader::new(from).lines().collect::<Result<Vec<_>, _>>());
+        drop(sink);
+        let lines = reader.join().unwrap().unwrap();
+        assert!(lines.len() < COUNT, "{}", lines.len());
+        let numbers = lines.iter().map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).unwrap();
+            line["number"].as_u64()
+        });
+        assert!(numbers.is_sorted_by(|one, next| one < next));
     }
 
     #[test]

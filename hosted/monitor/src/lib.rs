@@ -29,6 +29,7 @@ mod exit;
 pub mod fleet;
 mod http;
 mod kvm;
+mod line_sink;
 mod metrics;
 mod net;
 mod orphans;

@@ -2,19 +2,19 @@
 
 use crate::config::is_stdout;
 use crate::event_loop::drain;
+use crate::line_sink::LineSink;
 use crate::statistics::Statistics;
 use hosted_command::failure::{Failure, IoContext};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::low_level::pipe;
-use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::fs::OpenOptions;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 /// File of the statistics, and requests for them.
 pub struct Metrics {
-    file: File,
+    sink: LineSink,
     /// Readable after SIGUSR1.
     request: UnixStream,
 }
@@ -31,7 +31,7 @@ impl Metrics {
             Ok(ours)
         });
         let request = registered.os_error("install signal handlers")?;
-        Ok(Self { file, request })
+        Ok(Self { sink: LineSink::start(file, "--metrics")?, request })
     }
 
     /// Returns the descriptor that is readable after a request.
@@ -44,9 +44,44 @@ impl Metrics {
         drain(self.request());
     }
 
-    /// Appends a line. Failing statistics do not end the VM.
+    /// Appends a line, without waiting for its reader. Failing statistics do not end the VM.
     pub fn write(&self, statistics: &Statistics) {
-        let line = serde_json::to_string(statistics).unwrap_or_default();
-        let _ = writeln!(&self.file, "{line}");
+        let mut line = serde_json::to_vec(statistics).unwrap_or_default();
+        line.push(b'\n');
+        self.sink.write(line);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::control::Control;
+    use std::io::{BufRead, BufReader, pipe};
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn the_reader_delays_nothing() {
+        const COUNT: usize = 2000;
+        let (from, to) = pipe().unwrap();
+        let path = format!("/proc/self/fd/{}", to.as_raw_fd());
+        let metrics = Metrics::open(Path::new(&path)).unwrap();
+        drop(to);
+        let (control, _) = Control::new(Config::default(), 1 << 20, "process", None).unwrap();
+        let statistics = control.statistics();
+        let (done, written) = channel();
+        thread::spawn(move || {
+            (0..COUNT).for_each(|_| metrics.write(&statistics));
+            done.send(metrics).ok()
+        });
+        let metrics = written.recv_timeout(Duration::from_secs(60)).expect("statistics wait");
+        let reader = thread::spawn(|| BufReader::new(from).lines().collect::<Result<Vec<_>, _>>());
+        drop(metrics);
+        let lines = reader.join().unwrap().unwrap();
+        assert!(lines.len() < COUNT, "{}", lines.len());
+        assert!(lines.iter().all(|line| serde_json::from_str::<Statistics>(line).is_ok()));
     }
 }

@@ -14,6 +14,7 @@ use crate::device;
 use crate::device_process::{self, DeviceProcess};
 use crate::event_loop::EndingSignals;
 use crate::exit::{self, ExitCause};
+use crate::line_sink::LineSink;
 use crate::metrics::Metrics;
 use crate::net::NetBackend;
 use crate::perf::Maps;
@@ -31,7 +32,7 @@ use hosted_command::messages::{Level, MessageLog, say};
 use hosted_loader::Prepared;
 use proto::hosted::{MAX_DISKS, MAX_NETS, layout};
 use rustix::event::{EventfdFlags, eventfd};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -141,15 +142,31 @@ impl Supervisor {
         })
     }
 
-    /// Runs the VM to its end and returns the exit code.
-    pub fn run(mut self, mut start: Start) -> Result<u8, Failure> {
+    /// Runs the VM to its end and returns the exit code. An error ends the VM like any other cause:
+    /// with its last event and statistics.
+    pub fn run(mut self, start: Start) -> Result<u8, Failure> {
         say(Level::Info, &format!("back end `{}`", self.backend.kind().name()));
+        match self.run_to_end(start) {
+            Ok(VmEnd { code, text, began }) => {
+                exit::report_exit(code, &text, began);
+                self.close(code, &text);
+                Ok(code)
+            }
+            Err(failure) => {
+                self.close(failure.code(), &failure.message());
+                Err(failure)
+            }
+        }
+    }
+
+    /// Runs the VM, with its restarts, to its end.
+    fn run_to_end(&mut self, mut start: Start) -> Result<VmEnd, Failure> {
         if self.spec.vm().wait_boot {
             let began = Instant::now();
             let metrics = self.metrics.as_ref();
             if let Some(cause) = self.control.await_boot(&self.wakeup, self.deadline, metrics)? {
                 let (code, text) = exit::exit_status(&cause, self.backend.kind());
-                return Ok(self.finish(code, &text, began));
+                return Ok(VmEnd { code, text, began });
             }
         }
         loop {
@@ -162,16 +179,16 @@ impl Supervisor {
                 self.control.panicked();
             }
             match action_after(self.spec.vm(), &cause, code) {
-                OnExit::Exit => return Ok(self.finish(code, &text, began)),
-                OnExit::Code(code) => return Ok(self.finish(code, &text, began)),
+                OnExit::Exit => return Ok(VmEnd { code, text, began }),
+                OnExit::Code(code) => return Ok(VmEnd { code, text, began }),
                 OnExit::Reset => start = self.restart(code, &text)?,
             }
         }
     }
 
-    /// Reports the end of the VM and closes its host ends.
-    fn finish(self, code: u8, text: &str, began: Instant) -> u8 {
-        exit::report_exit(code, text, began);
+    /// Records the end of the VM and closes its host ends. Without the record, clients and the
+    /// debugger would wait for commands that nothing executes.
+    fn close(self, code: u8, text: &str) {
         self.control.ended(code, text);
         if let Some(metrics) = &self.metrics {
             metrics.write(&self.control.statistics());
@@ -179,7 +196,6 @@ impl Supervisor {
         // The name is free once its socket is gone.
         drop((self.servers, self.named, self.debugger));
         self.files.close();
-        code
     }
 
     /// Prepares the VM for a start after an end with this code.
@@ -315,6 +331,16 @@ impl Supervisor {
     }
 }
 
+/// End of a VM that is not restarted.
+struct VmEnd {
+    /// Exit code.
+    code: u8,
+    /// Meaning of the exit code.
+    text: String,
+    /// Time of the last start.
+    began: Instant,
+}
+
 /// A started VM.
 struct RunningVm {
     process: VmProcess,
@@ -361,12 +387,78 @@ fn duplicate(descriptor: &impl AsFd) -> Result<OwnedFd, Failure> {
 }
 
 /// Opens the descriptor of `--event-fd`.
-fn event_sink(number: u32) -> Result<File, Failure> {
+fn event_sink(number: u32) -> Result<LineSink, Failure> {
     let path = PathBuf::from(format!("/proc/self/fd/{number}"));
     let opened = OpenOptions::new().append(true).open(&path);
-    opened.map_err(|error| {
+    let file = opened.map_err(|error| {
         Failure::file("write to the descriptor", Path::new(&path), &error).help(
             "--event-fd takes the number of an open file or pipe, as in --event-fd 9 9>events",
         )
-    })
+    })?;
+    LineSink::start(file, "--event-fd")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::config::console::Target;
+    use crate::spec::MIN_MEMORY;
+    use hosted_command::programs::Named;
+    use rustix::io::read;
+    use serde_json::Value;
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+    use vmm_mem::large::Large;
+
+    /// Returns the last line of a file.
+    fn last_line(path: &Path) -> Value {
+        let text = fs::read_to_string(path).unwrap();
+        serde_json::from_str(text.lines().last().unwrap()).unwrap()
+    }
+
+    /// A start fails while GDB is connected and waits for a command.
+    #[test]
+    fn an_error_ends_the_vm_like_any_other_cause() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let (gdb, metrics, kernel) = (path("gdb"), path("metrics"), path("kernel"));
+        fs::write(&kernel, "none").unwrap();
+        let events = File::create(path("events")).unwrap();
+        let mut config = Config::default();
+        config.vm.kernel = Some(kernel);
+        config.vm.gdb = Some(GdbEndpoint::parse(&format!("unix={}", gdb.display())).unwrap());
+        config.vm.metrics = Some(metrics.clone());
+        config.vm.event_fd = Some(events.as_raw_fd() as u32);
+        let spec = Spec { serial: Target::Null, ..config.validate(true).unwrap() };
+        let files = VmFiles::open(&spec.config).unwrap();
+        let kernel = KernelImage::Kvm(Large::copy_of(b"none").unwrap());
+        let backend = Backend::new(&spec, &kernel, &Named::default()).unwrap();
+        let symbols = Symbols::new(&spec, &kernel).unwrap();
+        let vm = Supervisor::new(spec, files, backend, symbols, MIN_MEMORY, None).unwrap();
+
+        let prepared = || hosted_loader::empty(MIN_MEMORY).unwrap();
+        let Prepared { memory, shared, .. } = prepared();
+        let counters = statistics::devices::create().unwrap();
+        vm.control.started(std::process::id(), (memory, shared), counters, Instant::now());
+        let _debugger = UnixStream::connect(&gdb).unwrap();
+        vm.wakeup.set_nonblocking(false).unwrap();
+        read(&vm.wakeup, &mut [0]).unwrap();
+        // Two descriptors with the same number.
+        let more = vec![(duplicate(&events).unwrap(), layout::MEMORY_FD)];
+        let (done, ended) = channel();
+        thread::spawn(move || {
+            done.send(vm.run(Start { prepared: prepared(), more, nets: Vec::new() }))
+        });
+        let result = ended.recv_timeout(Duration::from_secs(60)).expect("`run` does not end");
+        let failure = result.unwrap_err();
+
+        let end = last_line(&path("events"));
+        assert_eq!((&end["event"], &end["code"]), (&"ended".into(), &failure.code().into()));
+        assert_eq!(end["reason"], *failure.message());
+        assert_eq!(last_line(&metrics)["state"], "ended");
+    }
 }

@@ -96,8 +96,15 @@ impl Session {
 
     /// Submits a command to the VM.
     fn ask(&self, command: Command) -> Result<(), Gone> {
-        match self.control.submit(command).blocking_recv() {
-            Ok(Ok(_)) => Ok(()),
+        let answer = self.control.submit(command);
+        // After it sets the end, the debugger discards the commands: one that is queued later than
+        // that sees the end here.
+        let answer = match self.end.load(Ordering::Relaxed) {
+            true => None,
+            false => answer.blocking_recv().ok(),
+        };
+        match answer {
+            Some(Ok(_)) => Ok(()),
             _ => Err(Gone("the VM has exited")),
         }
     }
