@@ -33,6 +33,8 @@
 #include <unistd.h>
 
 #define PAGE 4096
+// Address of the kernel's image (`proto::hosted::layout::IMAGE`).
+#define KERNEL 0x40000000ul
 // Seconds that a test may take on a busy or emulated host.
 #define TIME 120
 // Calls from one place that make a back end rewrite it.
@@ -1187,10 +1189,26 @@ static void compacted_state(void)
 	}
 }
 
+// A copy by the kernel that begins in user memory just below the kernel's own ends there.
+static void kernel_copies(void)
+{
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+	const size_t last = 16;
+	char *page = mmap((void *)(KERNEL - PAGE), PAGE, PROT_READ | PROT_WRITE, flags, -1, 0);
+	CHECK(page == (void *)(KERNEL - PAGE));
+	memset(page, 1, PAGE);
+	int ends[2];
+	CHECK(pipe(ends) == 0);
+	CHECK(write(ends[1], page + PAGE - last, PAGE) <= (ssize_t)last);
+	CHECK(write(ends[1], page, PAGE) == PAGE);
+	CHECK(read(ends[0], page + PAGE - last, PAGE) <= (ssize_t)last);
+}
+
 static const struct {
 	const char *name;
 	void (*run)(void);
 } tests[] = {
+	{ "kernel-copies", kernel_copies },
 	{ "compacted-state", compacted_state },
 	{ "large-filters", large_filters },
 	{ "filter-constants", filter_constants },

@@ -125,8 +125,8 @@ pub struct Report {
     pub exits: [u64; REASONS],
 }
 
-/// Offset of root's word in the page with the report of a VMM, after that: not 0 while the VM is to be
-/// paused.
+/// Offset of root's word in the page with the report of a VMM, after that: not 0 while the VM is to
+/// be paused.
 pub const PAUSE_WORD: u64 = Report::LENGTH as u64;
 
 impl Report {

@@ -12,7 +12,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Tests of the program that every mode passes.
-pub const TESTS: [&str; 15] = [
+pub const TESTS: [&str; 16] = [
+    "kernel-copies",
     "stepped-calls",
     "traced-steps",
     "steps-everywhere",

@@ -85,8 +85,8 @@ fn front_door(arguments: &[String]) -> Result<()> {
     run(command.args(arguments))
 }
 
-/// `cargo xtask test [--long]`: unit tests and device scripts on the host, then systems in QEMU. The
-/// second part runs even if the first fails, so that one run shows everything.
+/// `cargo xtask test [--long]`: unit tests and device scripts on the host, then systems in QEMU.
+/// The second part runs even if the first fails, so that one run shows everything.
 /// `cargo xtask test units` is the first part, and options or filters of systems select the second.
 pub fn test(arguments: &[String]) -> Result<()> {
     let (long, arguments) = match arguments {

@@ -1,5 +1,5 @@
-//! Micro-guest that makes the interrupt of its timer pending by the redistributor while the timer's own
-//! is, ends it, and waits for ever. Other guests' timers must not notice.
+//! Micro-guest that makes the interrupt of its timer pending by the redistributor while the timer's
+//! own is, ends it, and waits for ever. Other guests' timers must not notice.
 #![no_std]
 #![no_main]
 

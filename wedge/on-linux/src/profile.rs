@@ -22,8 +22,9 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
 use crate::mmu::guest_range;
-use crate::mmu::ram::PAGE;
+use crate::mmu::ram::{PAGE, Ram};
 use crate::report::{fatal, print_line};
+use crate::state::config::config;
 use crate::state::fixed::Fixed;
 use crate::state::shared::Slot;
 
@@ -153,7 +154,7 @@ fn protect(address: u64, writable: bool) {
         }
     };
     set(layout::DIRECT + address, linux::PROT_READ | write);
-    if address < layout::IMAGE_LENGTH {
+    if Ram::new(&config().start).image().contains(&address) {
         set(layout::IMAGE + address, linux::PROT_READ | linux::PROT_EXEC | write);
     }
 }

@@ -216,7 +216,8 @@ fn attached(podman: &Podman) -> Result<()> {
     Ok(())
 }
 
-/// The container's terminal has the size of that on which podman runs, which sets it after `create`.
+/// The container's terminal has the size of that on which podman runs, which sets it after
+/// `create`.
 fn on_a_terminal(podman: &Podman) -> Result<()> {
     let run = ["run", "--rm", "-it", "--network", "none", "test:1", "stty", "size"];
     let command = podman.command(&podman.runtime, &run);

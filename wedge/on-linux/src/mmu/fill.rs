@@ -301,7 +301,9 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mmu::testing::{CODE, DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
+    use crate::mmu::testing::{
+        CODE, DATA, EXEC, Event, HIGH, IMAGE_START, LOW, READ, Rig, USER, WRITE,
+    };
 
     #[test]
     fn a_page_is_mapped_with_its_rights() {
@@ -550,7 +552,8 @@ mod tests {
         assert!(!rig.mmu().fill_image(&cpu, USER));
         rig.mmu().kernel_changed(crate::state::shared::EVERYTHING);
         // The image before its code, and after it.
-        assert_eq!(rig.host.closed[&layout::IMAGE], (0x10_0000, READ | WRITE));
+        let start = layout::IMAGE + IMAGE_START;
+        assert_eq!(rig.host.closed[&start], (0x10_0000 - IMAGE_START, READ | WRITE));
         rig.modes.keys = false;
         assert!(!rig.mmu().fill_image(&cpu, page));
     }

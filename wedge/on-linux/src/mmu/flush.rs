@@ -154,7 +154,8 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         let (code, code_end) = self.vm.code;
         let end = code_end.next_multiple_of(PAGE);
         let rights = linux::PROT_READ | linux::PROT_WRITE;
-        for (from, to) in [(layout::IMAGE, code), (end, layout::IMAGE + self.vm.ram.image())] {
+        let (image, length) = self.vm.ram.image_mapping();
+        for (from, to) in [(image, code), (end, image + length)] {
             if let Err(error) = self.host.close(from, to - from, rights) {
                 self.host.fatal(format_args!("cannot protect the guest kernel's image: {error}"));
             }

@@ -228,9 +228,11 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
                 break;
             }
             self.host.protect(layout::DIRECT + address, left, rights)?;
-            if address < ram.image() && !self.vm.modes.keys {
-                let left = left.min(ram.image() - address);
-                self.host.protect(layout::IMAGE + address, left, rights | linux::PROT_EXEC)?;
+            let image = ram.image();
+            let (from, to) = (address.max(image.start), (address + left).min(image.end));
+            if from < to && !self.vm.modes.keys {
+                let rights = rights | linux::PROT_EXEC;
+                self.host.protect(layout::IMAGE + from, to - from, rights)?;
             }
             done += left;
         }
@@ -244,7 +246,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         // With protection keys the image is never write-protected. Modules after it are mapped on
         // demand.
         let image = linear.checked_sub(layout::IMAGE);
-        let image = image.filter(|&address| address < ram.image() && !self.vm.modes.keys);
+        let image = image.filter(|address| ram.image().contains(address) && !self.vm.modes.keys);
         let address = image.or_else(|| linear.checked_sub(layout::DIRECT));
         let found = address.and_then(|address| ram.offset(address));
         let Some((offset, _)) = found else { return false };
@@ -268,7 +270,9 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mmu::testing::{Call, DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
+    use crate::mmu::testing::{
+        Call, DATA, EXEC, Event, HIGH, IMAGE_START, LOW, READ, Rig, USER, WRITE,
+    };
     use hw_walk::Intent;
 
     #[test]
@@ -301,7 +305,8 @@ mod tests {
         rig.mmu().protect(0, all, READ | WRITE).unwrap();
         assert_eq!(rig.host.closed[&layout::DIRECT], (LOW, READ | WRITE));
         assert_eq!(rig.host.closed[&(layout::DIRECT + (1 << 32))], (HIGH, READ | WRITE));
-        assert_eq!(rig.host.closed[&layout::IMAGE], (LOW, READ | WRITE | EXEC));
+        let image = (LOW - IMAGE_START, READ | WRITE | EXEC);
+        assert_eq!(rig.host.closed[&(layout::IMAGE + IMAGE_START)], image);
     }
 
     #[test]
@@ -321,6 +326,8 @@ mod tests {
         assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (PAGE, READ | WRITE));
         assert!(!rig.mmu().write_by_kernel(layout::DIRECT + LOW));
         assert!(!rig.mmu().write_by_kernel(USER));
+        // Memory below the image is not mapped there.
+        assert!(!rig.mmu().write_by_kernel(layout::IMAGE + IMAGE_START - 1));
     }
 
     #[test]

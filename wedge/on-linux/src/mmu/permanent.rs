@@ -28,7 +28,8 @@ impl Ram {
     /// Maps the kernel image executable, in guest processes.
     pub fn map_image(&self, start: &Start) -> Result<(), Errno> {
         self.open_image()?;
-        pkeys::protect(layout::IMAGE, self.image(), DATA, CLOSED)?;
+        let (image, length) = self.image_mapping();
+        pkeys::protect(image, length, DATA, CLOSED)?;
         let code = start.code_end.next_multiple_of(PAGE) - start.code;
         pkeys::protect(start.code, code, DATA | linux::PROT_EXEC, CLOSED)
     }
@@ -50,15 +51,17 @@ impl Ram {
     }
 
     fn open_image(&self) -> Result<(), Errno> {
-        let image = Backing::Shared(layout::MEMORY_FD, 0);
-        guest_range::map(layout::IMAGE, self.image(), DATA | linux::PROT_EXEC, image)
+        let (image, length) = self.image_mapping();
+        let memory = Backing::Shared(layout::MEMORY_FD, self.image_start);
+        guest_range::map(image, length, DATA | linux::PROT_EXEC, memory)
     }
 
     /// Unmaps the mappings of [`Self::open`].
     pub fn close(&self) -> Result<(), Errno> {
         let end = if self.high == 0 { self.low } else { FOUR_GIB + self.high };
         guest_range::unmap(layout::DIRECT, end)?;
-        guest_range::unmap(layout::IMAGE, self.image())
+        let (image, length) = self.image_mapping();
+        guest_range::unmap(image, length)
     }
 
     /// Returns guest memory for the VMM library.

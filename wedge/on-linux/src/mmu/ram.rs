@@ -1,5 +1,7 @@
 //! Layout of guest memory: guest-physical addresses, and offsets in the file that holds it.
 
+use core::ops::Range;
+
 use proto::hosted::{Start, layout};
 
 /// Page size in bytes.
@@ -14,13 +16,17 @@ pub struct Ram {
     pub low: u64,
     /// Length of the part from 4 GiB on in bytes.
     pub high: u64,
+    /// Guest-physical address of the kernel image. Memory below it is not mapped there: a copy by
+    /// the kernel that begins in user mode's memory ends at it.
+    pub image_start: u64,
 }
 
 impl Ram {
     /// Creates the layout from the loader's record.
     pub fn new(start: &Start) -> Self {
         let low = start.memory.min(start.hole);
-        Self { low, high: start.memory - low }
+        let image_start = (start.code & !(PAGE - 1)).saturating_sub(layout::IMAGE);
+        Self { low, high: start.memory - low, image_start }
     }
 
     /// Returns its length in bytes.
@@ -46,9 +52,15 @@ impl Ram {
         }
     }
 
-    /// Returns the length of the kernel image mapping in bytes.
-    pub fn image(&self) -> u64 {
-        self.low.min(layout::IMAGE_LENGTH)
+    /// Returns the guest-physical memory of the kernel image's mapping.
+    pub fn image(&self) -> Range<u64> {
+        self.image_start..self.low.min(layout::IMAGE_LENGTH)
+    }
+
+    /// Returns the address and the length of the kernel image's mapping.
+    pub fn image_mapping(&self) -> (u64, u64) {
+        let image = self.image();
+        (layout::IMAGE + image.start, image.end.saturating_sub(image.start))
     }
 
     /// Returns the offset of a vCPU's code copies in the file, with protection keys.
@@ -79,7 +91,7 @@ pub fn is_kernel(linear: u64) -> bool {
 mod tests {
     use super::*;
 
-    const RAM: Ram = Ram { low: 0x30_0000, high: 0x10_0000 };
+    const RAM: Ram = Ram { low: 0x30_0000, high: 0x10_0000, image_start: 0x10_0000 };
 
     #[test]
     fn the_file_has_no_hole() {
@@ -106,8 +118,9 @@ mod tests {
 
     #[test]
     fn the_image_is_at_most_as_long_as_its_place() {
-        assert_eq!(RAM.image(), 0x30_0000);
-        assert_eq!(Ram { low: 1 << 31, high: 0 }.image(), layout::IMAGE_LENGTH);
+        assert_eq!(RAM.image(), 0x10_0000..0x30_0000);
+        assert_eq!(RAM.image_mapping(), (layout::IMAGE + 0x10_0000, 0x20_0000));
+        assert_eq!(Ram { low: 1 << 31, ..RAM }.image().end, layout::IMAGE_LENGTH);
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub const WRITE: u32 = linux::PROT_WRITE;
 pub const EXEC: u32 = linux::PROT_EXEC;
 /// Guest memory below and above the hole.
 pub const LOW: u64 = 8 << 20;
+/// Guest-physical address of the kernel image.
+pub const IMAGE_START: u64 = 0x4_0000;
 pub const HIGH: u64 = 2 << 20;
 /// A page of user mode whose page table is not shared with other tests' pages.
 pub const USER: u64 = 0x10_0000_0000;
@@ -299,7 +301,7 @@ impl Rig {
     /// Returns the MMU.
     pub fn mmu(&mut self) -> Mmu<'_, &mut FakeHost> {
         let vm = VmView {
-            ram: Ram { low: LOW, high: HIGH },
+            ram: Ram { low: LOW, high: HIGH, image_start: IMAGE_START },
             memory: &self.memory,
             vcpus: self.vcpus,
             index: 0,
