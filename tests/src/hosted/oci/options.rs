@@ -26,7 +26,8 @@ pub fn like_runc() -> Result<()> {
         config["linux"]["resources"]["cpu"] = json!({ "cpus": "0" });
         config["process"]["oomScoreAdj"] = json!(500);
         let cgroups = json!({ "destination": "/sys/fs/cgroup", "type": "cgroup" });
-        config["mounts"].as_array_mut().map(|mounts| mounts.push(cgroups));
+        let mounts = config["mounts"].as_array_mut().expect("mounts");
+        mounts.push(cgroups);
         privileged(config);
     })?;
     let private = engine.path("o/rootfs/private");
