@@ -30,7 +30,8 @@ pub fn mappings() -> Result<()> {
             FAULT,
             "cannot map guest memory: Cannot allocate memory (ENOMEM)",
         ),
-        ("none", linux::__NR_munmap, FAULT, "cannot unmap guest memory at 0x30"),
+        // All user pages are dropped instead, a range that does not begin in the program's memory.
+        ("none", linux::__NR_munmap, 0, "continues"),
         ("none", linux::__NR_mprotect, 0, "continues"),
         (
             "process",
