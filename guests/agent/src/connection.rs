@@ -315,8 +315,11 @@ impl Control<'_> {
         self.signal(KILL);
         if let Some(name) = &self.container {
             cgroup::kill(name);
-            // One whose program was not started has it still.
-            cgroup::remove(name);
+            // One whose program was not started has it still. That of the guest's owner ends with
+            // the guest, which must not wait for it.
+            if !self.owns_guest {
+                cgroup::remove(name);
+            }
         }
         let mut commands = self.agent.commands();
         commands.streams.remove(&self.command);

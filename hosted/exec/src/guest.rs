@@ -137,13 +137,13 @@ impl Plan {
     /// Returns a directory of another user which root's guest is to change, but where it has no
     /// rights.
     pub fn of_other_user(&self) -> Option<&Path> {
-        let mut changed = self.shared.iter().filter(|shared| !shared.read_only && !shared.owners);
-        let found = changed.find(|shared| {
-            let found = fs::metadata(&shared.folder);
-            geteuid().is_root()
-                && found.is_ok_and(|found| is_closed_to_root(found.uid(), found.mode()))
-        });
-        found.map(|shared| shared.folder.as_path())
+        if !geteuid().is_root() {
+            return None;
+        }
+        let changed = self.shared.iter().filter(|shared| !shared.read_only && !shared.owners);
+        changed.map(|shared| shared.folder.as_path()).find(|folder| {
+            fs::metadata(folder).is_ok_and(|found| is_closed_to_root(found.uid(), found.mode()))
+        })
     }
 
     /// Returns the user of the command: that of the image, or the caller.

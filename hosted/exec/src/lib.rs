@@ -233,7 +233,9 @@ fn carry(
     let command = plan.command(carrier.terminal())?;
     carrier.request(vm, &AgentRequest::Start(command))?;
     let code = carrier.carry(vm, deadline)?.code;
-    if let Some(folder) = plan.of_other_user().filter(|_| code != 0) {
+    if code != 0
+        && let Some(folder) = plan.of_other_user()
+    {
         let folder = folder.display();
         let text = format!(
             "root of the guest cannot change files of other users, as in {folder}; \

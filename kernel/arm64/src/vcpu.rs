@@ -562,6 +562,15 @@ fn try_prepare(
     Ok(())
 }
 
+/// Saves the registers of this CPU for its owner; returns whether the timer's interrupt is active.
+/// `are_free` is the value of [`virqs::are_free`].
+#[inline(always)]
+fn save_registers(owner: &Vcpu<Arm64>, are_free: bool) -> bool {
+    owner.arch.system.save();
+    owner.arch.interface.save(are_free);
+    owner.arch.timer.save(are_free)
+}
+
 /// Saves the registers of this CPU for the vCPU whose they are, and loads those of another, except
 /// [`SystemRegisters`]; its timer is stopped.
 #[inline(always)]
@@ -569,11 +578,7 @@ fn change_owner(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
     // Its registers are lost if it does not exist any more.
     let old = local.owner.get().and_then(|old| kernel.memory.get(old));
     let are_free = virqs::are_free();
-    let is_timer_active = old.map(|old| {
-        old.arch.system.save();
-        old.arch.interface.save(are_free);
-        old.arch.timer.save(are_free)
-    });
+    let is_timer_active = old.map(|old| save_registers(old, are_free));
     local.owner.set(vcpu.handle.get());
     timer::stop();
     vcpu.arch.interface.load(are_free);
@@ -591,9 +596,7 @@ pub fn withdraw_ended(kernel: &Kernel<Arm64>, local: &GuestCpu) {
         return;
     }
     if let Some(old) = local.owner.take().and_then(|old| kernel.memory.get(old)) {
-        old.arch.system.save();
-        old.arch.interface.save(false);
-        old.arch.timer.save(false);
+        save_registers(old, false);
     }
     timer::stop();
     VirtualInterface::reset().load(false);

@@ -132,14 +132,19 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     /// Maps private copies of the pages at guest-physical addresses from `first` on, and drops all
     /// other mappings on demand if the host refuses one. Returns the end of the mapped copies.
     fn map_steps(&mut self, first: u64, frames: &[u64]) -> u64 {
-        let pages = || (first..).step_by(PAGE as usize).zip(frames);
-        if pages().all(|(page, &address)| self.map_step(page, address).is_some()) {
-            return first + frames.len() as u64 * PAGE;
+        let end = self.try_map_steps(first, frames);
+        if end == first + frames.len() as u64 * PAGE {
+            return end;
         }
         // Too many mappings.
         self.drop_all();
-        let refused = pages().find(|&(page, &address)| self.map_step(page, address).is_none());
-        refused.map_or(first + frames.len() as u64 * PAGE, |(page, _)| page)
+        self.try_map_steps(first, frames)
+    }
+
+    fn try_map_steps(&mut self, first: u64, frames: &[u64]) -> u64 {
+        let pages = (first..).step_by(PAGE as usize).zip(frames);
+        let mapped = pages.take_while(|&(page, &address)| self.map_step(page, address).is_some());
+        first + mapped.count() as u64 * PAGE
     }
 
     /// Maps a private copy of the page at a guest-physical address.
