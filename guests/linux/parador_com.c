@@ -780,7 +780,8 @@ static __poll_t com_poll(struct file *file, poll_table *table)
 		return EPOLLERR | EPOLLHUP;
 	if (ready(channel, false))
 		events |= EPOLLIN | EPOLLRDNORM;
-	if (ready(channel, true))
+	/* Without its peer it does not wait: it fails. */
+	if (ready(channel, true) || !peer_runs(channel))
 		events |= EPOLLOUT | EPOLLWRNORM;
 	if (READ_ONCE(opened->seen) != atomic_read(&channel->changes))
 		events |= EPOLLPRI;

@@ -477,13 +477,43 @@ static void shootdowns(uint64_t round)
 	CHECK(!munmap((void *)number_page, PAGE) && !munmap((void *)counts, THREADS * PAGE) && !close(file));
 }
 
+static volatile uint64_t stored[2][PAGE / 8] __attribute__((aligned(PAGE)));
+
+static void *storer(void *unused)
+{
+	for (uint64_t number = 1; !__atomic_load_n(&stop, __ATOMIC_ACQUIRE); number++) {
+		stored[0][0] = number;
+		stored[1][0] = number;
+	}
+	return unused;
+}
+
+// A child has the memory of one moment: of what another thread of its parent stores, nothing later
+// without what is earlier.
+static void snapshots(uint64_t round)
+{
+	pthread_t thread;
+	stop = 0;
+	stored[0][0] = stored[1][0] = 0;
+	CHECK(!pthread_create(&thread, NULL, storer, NULL));
+	for (uint64_t i = 0; i < 50 + round % 8; i++) {
+		pid_t child = fork();
+		CHECK(child >= 0);
+		if (!child)
+			_exit(stored[1][0] <= stored[0][0] ? 9 : 1);
+		reap(child, 9);
+	}
+	__atomic_store_n(&stop, 1, __ATOMIC_RELEASE);
+	CHECK(!pthread_join(thread, NULL));
+}
+
 static const struct {
 	const char *name;
 	void (*round)(uint64_t);
 } kinds[] = {
 	{ "forks", forks }, { "execs", execs }, { "pipes", pipes }, { "mappings", mappings },
 	{ "signals", signals }, { "threads", threads }, { "files", files },
-	{ "shootdowns", shootdowns }, { "data", data },
+	{ "shootdowns", shootdowns }, { "data", data }, { "snapshots", snapshots },
 };
 #define KINDS (sizeof(kinds) / sizeof(*kinds))
 

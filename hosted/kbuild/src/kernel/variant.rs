@@ -46,7 +46,7 @@ const REQUIRED: [Builtin; 18] = ours![
     "patches/required/0018-file-times.patch",
 ];
 /// In the order of application, after the required ones.
-const OPTIONAL: [Builtin; 11] = ours![
+const OPTIONAL: [Builtin; 12] = ours![
     "patches/optional/0001-switch.patch",
     "patches/optional/0002-address-spaces.patch",
     "patches/optional/0003-forks.patch",
@@ -58,6 +58,7 @@ const OPTIONAL: [Builtin; 11] = ours![
     "patches/optional/0009-link-targets.patch",
     "patches/optional/0010-early-pokes.patch",
     "patches/optional/0011-lookups.patch",
+    "patches/optional/0012-link-events.patch",
 ];
 const HEADERS: [Builtin; 10] = ours![
     "include/asm/page_64.h",
