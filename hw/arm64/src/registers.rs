@@ -176,6 +176,15 @@ pub const fn el1_has_aarch32(features: u64) -> bool {
     features >> 4 & 0xf == EL0_HAS_AARCH32
 }
 
+/// Returns whether there are fine-grained traps (HFGRTR_EL2 and others), by ID_AA64MMFR0_EL1.
+pub const fn has_fine_traps(features: u64) -> bool {
+    features >> 56 & 0xf != 0
+}
+/// Returns whether there is HCRX_EL2, by ID_AA64MMFR1_EL1.
+pub const fn has_extended_configuration(features: u64) -> bool {
+    features >> 40 & 0xf != 0
+}
+
 /// HPFAR_EL2: guest-physical address of the page of a fault.
 pub const fn hpfar_page(value: u64) -> u64 {
     (value & 0x0fff_ffff_fff0) << 8
@@ -191,6 +200,9 @@ pub const TIMER_ENABLED: u64 = 1;
 /// Bit of CNTx_CTL: the timer does not interrupt.
 pub const TIMER_MASKED: u64 = 2;
 
+/// CPTR_EL2 with E2H: registers of tracing and of activity monitors trap (TTA, TAM), as those of
+/// floating point.
+pub const CPTR_WITH_VHE: u64 = 1 << 28 | 1 << 30;
 /// CPTR_EL2 with E2H: floating point does not trap (FPEN).
 pub const FLOATING_POINT: u64 = 3 << 20;
 /// CPTR_EL2 without VHE: SVE traps, or the bit is 1 without it. Other bits are 1.

@@ -7,7 +7,9 @@ use core::mem::offset_of;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use abi::{PAGE_SIZE, Status};
-use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST, CNTKCTL_TASKS, sctlr};
+use hw_arm64::registers::{
+    AFFINITY, CNTHCTL_HOST, CNTKCTL_TASKS, has_extended_configuration, has_fine_traps, sctlr,
+};
 
 use crate::boot::empty_table;
 use crate::machine::MAX_CPUS;
@@ -165,12 +167,35 @@ pub unsafe fn activate(index: usize) {
             write_register!("cntkctl_el1", CNTKCTL_TASKS);
         }
     }
+    clear_traps();
     crate::vcpu::float::forbid();
     crate::io::instruction_barrier();
     // SAFETY: no guest runs before this CPU runs threads.
     unsafe { crate::vcpu::init_this_cpu() };
     // No task has run yet. A flush without VHE would concern all CPUs of an emulator.
     crate::run::set_tables(crate::memory::kernel_root());
+}
+
+/// Clears registers of traps that firmware may have left, or that have any value after a reset.
+fn clear_traps() {
+    let [first, second] = [read_register!("id_aa64mmfr0_el1"), read_register!("id_aa64mmfr1_el1")];
+    // SAFETY: they exist, and concern guests alone, whose accesses that are not permitted trap by
+    // registers that are set later.
+    unsafe {
+        write_register!("hstr_el2", 0);
+        if has_extended_configuration(second) {
+            // HCRX_EL2.
+            write_register!("S3_4_C1_C2_2", 0);
+        }
+        if has_fine_traps(first) {
+            // HFGRTR_EL2, HFGWTR_EL2, HFGITR_EL2, HDFGRTR_EL2, HDFGWTR_EL2.
+            write_register!("S3_4_C1_C1_4", 0);
+            write_register!("S3_4_C1_C1_5", 0);
+            write_register!("S3_4_C1_C1_6", 0);
+            write_register!("S3_4_C3_C1_4", 0);
+            write_register!("S3_4_C3_C1_5", 0);
+        }
+    }
 }
 
 /// State of the executing CPU.

@@ -3,6 +3,7 @@
 pub mod aarch32;
 mod undescribed;
 
+use hw_arm64::aarch32::psr;
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
 use hw_arm64::registers::spsr;
@@ -99,7 +100,9 @@ impl VcpuLoop {
             self.service(vcpu, bus)?;
         }
         if self.activity == Activity::Parked {
-            return Err(StopReason::Idle { deadline_ticks: u64::MAX });
+            // The first vCPU serves timers of devices, also while it is off.
+            let board = bus.clock().ticks(self.board_deadline);
+            return Err(StopReason::Idle { deadline_ticks: board });
         }
         self.put_virqs(vcpu, bus);
         if self.parts[0].is_none()
@@ -255,6 +258,16 @@ impl VcpuLoop {
             };
             write_general(vcpu, access.general, extend(access, value));
         }
+        self.skip_access(syndrome, vcpu);
+    }
+
+    /// Skips an instruction that has accessed a device. It is one of 32 bits in user mode of a
+    /// 64-bit guest, too.
+    #[inline(always)]
+    fn skip_access(&self, syndrome: u64, vcpu: &mut impl Arm64Vcpu) {
+        if vcpu.state() & psr::IS_32_BIT != 0 && self.width == Width::Bits64 {
+            return aarch32::skip(syndrome, vcpu);
+        }
         skip(vcpu);
     }
 
@@ -269,6 +282,10 @@ impl VcpuLoop {
         bus: &mut P,
     ) {
         let is_device = bus.has_device(fault.gpa);
+        if is_device && syndrome & esr::CACHE_MAINTENANCE != 0 && !fault.walk {
+            // Devices have no caches.
+            return self.skip_access(syndrome, vcpu);
+        }
         if is_device
             && self.width == Width::Bits64
             && let Some(parts) = undescribed::parts(fault, syndrome, vcpu, bus)

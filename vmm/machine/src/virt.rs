@@ -596,7 +596,10 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     }
 
     fn stopped(&mut self, cpu: usize) {
-        self.locked(|devices, _| devices.power[cpu] = Power::Off);
+        self.locked(|devices, _| {
+            devices.power[cpu] = Power::Off;
+            devices.gic.release(cpu);
+        });
     }
 
     fn power_state(&mut self, affinity: u64) -> Option<PowerState> {

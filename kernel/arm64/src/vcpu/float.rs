@@ -7,7 +7,7 @@ use core::arch::{asm, global_asm};
 use core::mem::offset_of;
 
 use abi::vcpu::arm64::VcpuState;
-use hw_arm64::registers::{CPTR_WITHOUT_VHE, FLOATING_POINT, NO_FLOATING_POINT};
+use hw_arm64::registers::{CPTR_WITH_VHE, CPTR_WITHOUT_VHE, FLOATING_POINT, NO_FLOATING_POINT};
 use kernel_core::Kernel;
 use kernel_core::object::Vcpu;
 
@@ -81,17 +81,19 @@ pub fn forbid() {
 #[inline(always)]
 fn set_permitted(is_permitted: bool) {
     const FORBIDDEN: u64 = CPTR_WITHOUT_VHE | NO_FLOATING_POINT;
+    const PERMITTED: u64 = CPTR_WITH_VHE | FLOATING_POINT;
     // SAFETY: whether EL0 and EL1 have floating point, which the kernel does not use.
     unsafe {
         match is_permitted {
             true => asm!(
                 alternative!("mov {0}, #{vhe}", "mov {0}, #{other}"), "msr cptr_el2, {0}",
-                out(reg) _, vhe = const FLOATING_POINT, other = const CPTR_WITHOUT_VHE,
+                out(reg) _, vhe = const PERMITTED, other = const CPTR_WITHOUT_VHE,
                 options(nostack)
             ),
             false => asm!(
-                alternative!("mov {0}, #0", "mov {0}, #{other}"), "msr cptr_el2, {0}",
-                out(reg) _, other = const FORBIDDEN, options(nostack)
+                alternative!("mov {0}, #{vhe}", "mov {0}, #{other}"), "msr cptr_el2, {0}",
+                out(reg) _, vhe = const CPTR_WITH_VHE, other = const FORBIDDEN,
+                options(nostack)
             ),
         }
     }

@@ -57,8 +57,6 @@ impl<'a> NativeVcpu<'a> {
         let state = self.vcpu.state();
         self.steal_time = StealTime::start(index, context, &state.run);
         state.exit_after_preemption.set(0);
-        // They take effect with the registers, which the start of the vCPU sets.
-        state.run.dirty.set(state.run.dirty.get() | group::INTERRUPTS);
     }
 
     /// Returns the number of world switches, and of exits handled in the kernel.
@@ -346,6 +344,8 @@ impl Arm64Vcpu for NativeVcpu<'_> {
         state.system[system::SCTLR_EL1].set(control);
         state.is_32_bit.set(is_32_bit.into());
         state.affinity.set(affinity);
+        // Those of devices have followed their routes to other vCPUs when this one stopped.
+        state.run.dirty.set(state.run.dirty.get() | group::INTERRUPTS);
         let ticks = self.paused_ticks;
         self.set_offset(ticks);
         self.valid |= group::SYSTEM;

@@ -157,7 +157,7 @@ fn ignore(syndrome: u64, vcpu: &mut impl Arm64Vcpu) {
     skip(syndrome, vcpu);
 }
 
-fn skip(syndrome: u64, vcpu: &mut impl Arm64Vcpu) {
+pub(super) fn skip(syndrome: u64, vcpu: &mut impl Arm64Vcpu) {
     let (pc, state) = aarch32::after(syndrome, vcpu.pc(), vcpu.state());
     vcpu.set_pc(pc);
     vcpu.set_state(state);

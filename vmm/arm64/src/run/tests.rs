@@ -22,6 +22,7 @@ struct ScriptBus {
     memory: GuestMemory,
     clock: CounterClock,
     start: Option<StartRequest>,
+    deadline: Nanos,
     end: Option<Outcome>,
     waiting: Vec<Virq>,
     writes: Vec<(u64, u8, u64)>,
@@ -58,7 +59,7 @@ impl Platform for ScriptBus {
     fn service_timers(&mut self, _: usize) -> Signals<Interrupts> {
         self.services += 1;
         let interrupts = Interrupts { start: self.start.take(), timer: None };
-        Signals { end: self.end, deadline: NEVER, interrupts }
+        Signals { end: self.end, deadline: self.deadline, interrupts }
     }
 }
 
@@ -104,6 +105,7 @@ fn bus() -> ScriptBus {
         memory: testing::memory(&[(0, 4096)]),
         clock: CounterClock::new(1_000_000, 0),
         start: Some(StartRequest { entry: PC, argument: 0x77 }),
+        deadline: NEVER,
         end: None,
         waiting: Vec::new(),
         writes: Vec::new(),
@@ -133,6 +135,10 @@ fn a_vcpu_waits_for_its_start() {
     let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
     let start = bus.start.take();
     let idle = StopReason::Idle { deadline_ticks: u64::MAX };
+    assert_eq!(run(&mut vcpu, &mut bus, &[]), idle);
+    // It serves timers of devices while it is off.
+    bus.deadline = 5000;
+    let idle = StopReason::Idle { deadline_ticks: bus.clock.ticks(5000) };
     assert_eq!(run(&mut vcpu, &mut bus, &[]), idle);
     bus.start = start;
     assert_eq!(run(&mut vcpu, &mut bus, &[]), STOPPED);
@@ -188,6 +194,36 @@ fn devices_are_accessed_by_pairs_and_with_an_index() {
     // ldrsb w2, [x1], #1
     let (vcpu, _) = access_by(0x38c0_1422, 0xff80_5000, false);
     assert_eq!(vcpu.general[1..3], [0xff80_5001, 0xffff_ff80]);
+}
+
+/// Runs a 64-bit vCPU whose user mode in this state of AArch32 makes an exit.
+fn user_of_32_bit(state: u64, exit: Exit) -> (ScriptVcpu, ScriptBus) {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    let mut running = VcpuLoop::new(0, Width::Bits64);
+    assert_eq!(running.run(&mut vcpu, &mut bus), STOPPED);
+    vcpu.state = state;
+    vcpu.exits.push_back(exit);
+    assert_eq!(running.run(&mut vcpu, &mut bus), STOPPED);
+    (vcpu, bus)
+}
+
+#[test]
+fn instructions_of_32_bit_programs_have_their_own_length() {
+    // A T32 instruction of 16 bits, the first of an IT block with two, both if equal: ITSTATE 0x04.
+    let (vcpu, bus) = user_of_32_bit(0x4000_0430, fault(DEVICE, 0x9180_0046));
+    assert_eq!(bus.writes, [(DEVICE, 4, 0x77)]);
+    assert_eq!((vcpu.pc, vcpu.state), (PC + 2, 0x4000_0830));
+    // Without a description it is none of A64.
+    let (mut vcpu, bus) = user_of_32_bit(0x10, fault(DEVICE, 0x9200_0006));
+    assert_eq!((vcpu.system(System::Elr), bus.unknown.len()), (PC, 1));
+}
+
+#[test]
+fn maintenance_of_caches_has_no_effect_on_devices() {
+    // dc civac, x1
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    assert_eq!(run(&mut vcpu, &mut bus, &[fault(DEVICE, 0x9200_0147)]), STOPPED);
+    assert_eq!((vcpu.pc, bus.unknown.len()), (PC + 4, 0));
 }
 
 #[test]

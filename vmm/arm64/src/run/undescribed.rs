@@ -5,6 +5,7 @@
 //! Another vCPU may change instruction and tables meanwhile. So the access must have the direction
 //! and the place in its page that the fault has.
 
+use hw_arm64::aarch32::psr;
 use hw_arm64::esr::{self, MemoryAccess};
 use hw_arm64::load_store::{LoadStore, decode};
 use vmm_vcpu::MemoryFault;
@@ -30,8 +31,9 @@ pub fn parts<V: Arm64Vcpu, P: Arm64Platform>(
     vcpu: &mut V,
     bus: &P,
 ) -> Option<[Option<Described>; 2]> {
-    let is_cache_maintenance = syndrome & esr::CACHE_MAINTENANCE != 0;
-    if esr::is_described(syndrome) || is_cache_maintenance || fault.fetch || fault.walk {
+    // User mode may execute A32 and T32.
+    let is_32_bit = vcpu.state() & psr::IS_32_BIT != 0;
+    if esr::is_described(syndrome) || is_32_bit || fault.fetch || fault.walk {
         return None;
     }
     let instruction = decode(fetch(vcpu, bus)?)?;

@@ -67,6 +67,8 @@ pub struct Gic<const CPUS: usize> {
     routes: [[u64; 32]; SHARED_WORDS],
     /// GICv2: CPUs whose SGI is pending, a bit each, by target and number.
     sources: [[u8; SGI_COUNT]; CPUS],
+    /// Shared interrupts that this CPU took last: a bit each.
+    taken: [[u32; SHARED_WORDS]; CPUS],
     /// The redistributor of a CPU sleeps: a bit each. Only software looks at it.
     asleep: u32,
     /// CPUs to which an interrupt is to be delivered: a bit each.
@@ -86,6 +88,7 @@ impl<const CPUS: usize> Gic<CPUS> {
             shared: core::array::from_fn(|_| Bank { group, ..Bank::RESET }),
             routes: [[0; 32]; SHARED_WORDS],
             sources: [[0; SGI_COUNT]; CPUS],
+            taken: [[0; SHARED_WORDS]; CPUS],
             asleep: u32::MAX,
             waiting: 0,
         }
@@ -126,7 +129,11 @@ impl<const CPUS: usize> Gic<CPUS> {
     pub fn take_virq(&mut self, cpu: usize) -> Option<Virq> {
         let (priority, number) = self.next(cpu)?;
         let report_end = match shared(number) {
-            Some((word, _)) => self.shared[word].take(number % 32),
+            Some((word, bit)) => {
+                self.taken.iter_mut().for_each(|taken| taken[word] &= !bit);
+                self.taken[cpu][word] |= bit;
+                self.shared[word].take(number % 32)
+            }
             None => self.private[cpu].take(number),
         };
         let number =
@@ -141,6 +148,17 @@ impl<const CPUS: usize> Gic<CPUS> {
             Some((word, bit)) => self.shared[word].in_service &= !bit,
             None if number < FIRST_SHARED => self.private[cpu].in_service &= !(1 << number),
             None => {}
+        }
+        self.changed();
+    }
+
+    /// A CPU is off: shared interrupts that it took follow their routes, since it may not have
+    /// handled them. One that it has handled occurs once more if it is edge-triggered and enabled.
+    pub fn release(&mut self, cpu: usize) {
+        let taken = core::mem::take(&mut self.taken[cpu]);
+        for (bank, taken) in self.shared.iter_mut().zip(taken) {
+            bank.in_service &= !taken;
+            bank.pending |= taken & bank.edge & bank.enabled;
         }
         self.changed();
     }

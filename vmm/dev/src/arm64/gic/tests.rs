@@ -51,6 +51,32 @@ fn routes_and_edges() {
 }
 
 #[test]
+fn interrupts_of_a_cpu_that_is_off_follow_their_routes() {
+    let mut gic = enabled();
+    let route = |gic: &mut Gic<4>, number: u64, cpu| {
+        gic.write_distributor(0, Access::new(IROUTER as u64 + 8 * number, 8), cpu);
+    };
+    gic.write_distributor(0, word(ICFGR + 8), 0b10);
+    for number in [32, 33] {
+        route(&mut gic, number, 1);
+        gic.set_level(number as u32, true);
+    }
+    let numbers = |gic: &mut Gic<4>, cpu| -> Vec<u32> {
+        core::iter::from_fn(|| gic.take_virq(cpu)).map(|virq| virq.number).collect()
+    };
+    assert_eq!(numbers(&mut gic, 1), [33, 32]);
+    for number in [32, 33] {
+        route(&mut gic, number, 0);
+    }
+    assert!(!gic.is_waiting(0));
+    gic.release(1);
+    assert_eq!(numbers(&mut gic, 0), [33, 32]);
+    // They are those of CPU 0 now.
+    gic.release(1);
+    assert!(!gic.is_waiting(0));
+}
+
+#[test]
 fn software_interrupts_and_timers() {
     let mut gic = enabled();
     gic.send(0, SoftwareInterrupt::decode(1 << 40 | 3 << 24));
