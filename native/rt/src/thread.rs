@@ -167,15 +167,18 @@ struct Job<'a> {
 
 /// Runs `body(n + 1)` on helper `n` while this thread runs `main`, and returns when all have
 /// returned. Stops a helper that has not returned `timeout` TSC ticks after `main`, at any
-/// instruction. Returns the first error if a helper does not start; then neither `main` nor any
-/// helper runs.
+/// instruction: the second result is `false` then, and locks that it held stay locked. Returns the
+/// first error if a helper does not start; then neither `main` nor any helper runs.
 pub fn run_parallel<T>(
     helpers: &mut [HelperThread],
     timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
-) -> Result<T, Status> {
-    if helpers.is_empty() { Ok(main()) } else { run_with_helpers(helpers, timeout, body, main) }
+) -> Result<(T, bool), Status> {
+    match helpers {
+        [] => Ok((main(), true)),
+        helpers => run_with_helpers(helpers, timeout, body, main),
+    }
 }
 
 #[inline(never)]
@@ -184,7 +187,7 @@ fn run_with_helpers<T>(
     timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
-) -> Result<T, Status> {
+) -> Result<(T, bool), Status> {
     let job = |index: usize| Job {
         body,
         index: index + 1,
@@ -208,13 +211,12 @@ fn run_with_helpers<T>(
     }
     let result = main();
     let deadline = time::tsc().saturating_add(timeout);
-    while !jobs.iter().flatten().all(|job| job.is_done.load(Ordering::Acquire))
-        && time::tsc() < deadline
-    {
+    let all_returned = || jobs.iter().flatten().all(|job| job.is_done.load(Ordering::Acquire));
+    while !all_returned() && time::tsc() < deadline {
         yield_now();
     }
     stop(&jobs);
-    Ok(result)
+    Ok((result, all_returned()))
 }
 
 /// Entry of a helper; the argument is the address of its job.

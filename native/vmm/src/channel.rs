@@ -4,19 +4,20 @@
 //! reads. All code here runs under the lock of its device.
 
 use abi::rights;
+use heapless::Vec;
 use native_rt::device::{Shared, shares};
 use native_rt::{Gate, Message as Call, Notification, Window};
 use proto::DONE;
 use proto::channel::register::NAME_LEN;
 use proto::channel::{
-    Broken, End, LET_GO, LOOK, MAP, Message, OFFER, REVOKE, Receiver, SHARE_BYTES, SHARES,
-    SendError, Sender, ShareRef, ShareState, View, hypercall,
+    Broken, End, LET_GO, LOOK, MAP, MAX_VM_CHANNELS, Message, OFFER, REVOKE, Receiver, SHARE_BYTES,
+    SHARES, SendError, Sender, ShareRef, ShareState, View, hypercall,
 };
 use proto::start::{Vmm, slot};
 use vmm_bus::backend::{ChannelBackend, ChannelInfo};
 
-use crate::platform;
-use crate::space::SPACE;
+use crate::space::{GuestSpace, SPACE};
+use crate::{Cell, platform};
 
 // The kernel handles this hypercall; for other hosts the library does.
 const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
@@ -32,7 +33,8 @@ pub struct ChannelEnd {
     signal: u64,
     memory: Shared,
     shares: Window,
-    /// Guest-physical addresses of the channel's memory and of the shares.
+    /// Guest-physical addresses that the guest has chosen for the channel's memory and the shares.
+    /// Windows there may wait ([`GuestWindows`]).
     memory_at: Option<u64>,
     shares_at: Option<u64>,
     /// Shares of this side that root may know, one bit each.
@@ -96,22 +98,75 @@ impl ChannelEnd {
         self.shares.part(share as u64 * SHARE_BYTES, self.mapped[share])
     }
 
-    /// Maps a share for the guest; returns `false` if its window has no guest address.
+    /// Maps a share for the guest, if the shares have an address. Returns `false` if it waits.
     fn map_share(&self, share: usize) -> bool {
         let (Some(at), Some(window)) = (self.shares_at, self.share(share)) else { return true };
-        map_guest(window, at + share as u64 * SHARE_BYTES)
+        WINDOWS.lock().map(window, at + share as u64 * SHARE_BYTES)
+    }
+
+    /// Takes a share that the VMM no longer has away from the guest.
+    fn remove_share(&mut self, share: usize) {
+        if let Some(window) = self.share(share) {
+            WINDOWS.lock().unmap(window);
+        }
+        self.mapped[share] = 0;
     }
 }
 
-/// Maps memory for the guest; returns `false` without effect if the address is in use, or memory
-/// for page tables is exhausted.
-fn map_guest(window: Window, address: u64) -> bool {
-    const RIGHTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
-    let mapped = SPACE.map(window, address, RIGHTS);
-    if mapped.is_err() {
-        SPACE.unmap(window);
+/// Windows of all channels in the address spaces of the guest.
+static WINDOWS: Cell<GuestWindows<&GuestSpace>> =
+    Cell::new(GuestWindows { space: &SPACE, waiting: Vec::new() });
+
+/// Windows in address spaces. While a guest assigns addresses, it may let windows overlap. A window
+/// whose address is in use waits, and is mapped when another one has left.
+struct GuestWindows<S> {
+    space: S,
+    /// Windows that wait, and their addresses.
+    waiting: Vec<(Window, u64), { MAX_VM_CHANNELS * (1 + SHARES) }>,
+}
+
+/// Address spaces of a guest.
+trait GuestMap {
+    /// Maps memory for the guest; returns `false` without effect if the address is in use, or
+    /// memory for page tables is exhausted.
+    fn map(&mut self, window: Window, address: u64) -> bool;
+    /// Takes memory away from the guest.
+    fn unmap(&mut self, window: Window);
+}
+
+impl GuestMap for &GuestSpace {
+    fn map(&mut self, window: Window, address: u64) -> bool {
+        const RIGHTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
+        let mapped = GuestSpace::map(self, window, address, RIGHTS);
+        if mapped.is_err() {
+            GuestSpace::unmap(self, window);
+        }
+        mapped.is_ok()
     }
-    mapped.is_ok()
+
+    fn unmap(&mut self, window: Window) {
+        GuestSpace::unmap(self, window);
+    }
+}
+
+impl<S: GuestMap> GuestWindows<S> {
+    /// Maps a window that is not mapped. Returns `false` if it waits.
+    fn map(&mut self, window: Window, address: u64) -> bool {
+        let mapped = self.space.map(window, address);
+        if !mapped {
+            // Each window of a channel waits once at most: there is room.
+            let _ = self.waiting.push((window, address));
+        }
+        mapped
+    }
+
+    /// Unmaps all windows inside of this one, and maps others that waited for their addresses.
+    fn unmap(&mut self, window: Window) {
+        let is_inside = |other: Window| other.base().wrapping_sub(window.base()) < window.length();
+        self.waiting.retain(|&(other, _)| !is_inside(other));
+        self.space.unmap(window);
+        self.waiting.retain(|&(other, address)| !self.space.map(other, address));
+    }
 }
 
 /// Returns whether the range is where windows of channels may be.
@@ -148,9 +203,9 @@ impl ChannelBackend for ChannelEnd {
 
     fn view(&mut self) -> View {
         let view = self.call_root(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
-        for (mapped, share) in self.mapped.iter_mut().zip(view.peers) {
-            if share.state != ShareState::Mapped {
-                *mapped = 0;
+        for (share, of_peer) in view.peers.iter().enumerate() {
+            if self.mapped[share] != 0 && of_peer.state != ShareState::Mapped {
+                self.remove_share(share);
             }
         }
         // A restarted peer has another notification.
@@ -176,6 +231,10 @@ impl ChannelBackend for ChannelEnd {
 
     fn map(&mut self, share: usize) -> bool {
         if self.mapped[share] != 0 {
+            // The peer may have revoked it meanwhile, and offered another one.
+            self.view();
+        }
+        if self.mapped[share] != 0 {
             return true;
         }
         if self.call_root(MAP, share, [0; 3]).is_none() {
@@ -195,7 +254,9 @@ impl ChannelBackend for ChannelEnd {
     fn unmap(&mut self, share: usize) {
         // Root refuses it if the peer has revoked the share meanwhile.
         let _ = self.call_root(LET_GO, share, [0; 3]);
-        self.mapped[share] = 0;
+        if self.mapped[share] != 0 {
+            self.remove_share(share);
+        }
     }
 
     fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>) {
@@ -204,16 +265,18 @@ impl ChannelBackend for ChannelEnd {
         let memory = memory.filter(|&at| in_window(windows, at, window.length()));
         let shares = shares.filter(|&at| in_window(windows, at, self.shares.length()));
         if memory != self.memory_at {
-            SPACE.unmap(window);
-            self.memory_at = memory.filter(|&at| map_guest(window, at));
+            let mut windows = WINDOWS.lock();
+            windows.unmap(window);
+            self.memory_at = memory;
+            if let Some(at) = memory {
+                windows.map(window, at);
+            }
         }
         if shares != self.shares_at {
-            SPACE.unmap(self.shares);
+            WINDOWS.lock().unmap(self.shares);
             self.shares_at = shares;
-            for share in 0..SHARES {
-                if self.mapped[share] != 0 && !self.map_share(share) {
-                    self.unmap(share);
-                }
+            for share in (0..SHARES).filter(|&share| self.mapped[share] != 0) {
+                self.map_share(share);
             }
         }
     }
@@ -309,5 +372,53 @@ mod tests {
         let in_window = |address, length| in_window(windows, address, length);
         assert!(in_window(first, 0x1000) && in_window(end - 0x1000, 0x1000));
         assert!(!in_window(end - 0x1000, 0x2000) && !in_window(0, 0x1000));
+    }
+
+    /// An address space whose mapped windows must not overlap.
+    #[derive(Default)]
+    struct Flat(std::vec::Vec<(Window, u64)>);
+
+    impl GuestMap for Flat {
+        fn map(&mut self, window: Window, address: u64) -> bool {
+            let overlaps = |&(other, at): &(Window, u64)| {
+                at < address + window.length() && address < at + other.length()
+            };
+            let fits = !self.0.iter().any(overlaps);
+            if fits {
+                self.0.push((window, address));
+            }
+            fits
+        }
+
+        fn unmap(&mut self, window: Window) {
+            let is_inside = |other: Window| {
+                (window.base()..window.base() + window.length()).contains(&other.base())
+            };
+            self.0.retain(|&(other, _)| !is_inside(other));
+        }
+    }
+
+    #[test]
+    fn windows_wait_until_their_addresses_are_free() {
+        let mut windows = GuestWindows { space: Flat::default(), waiting: Vec::new() };
+        let [all, other] = [0, 1].map(|channel| shares(channel).unwrap());
+        let [first, second] = [0, 1].map(|n| all.part(n * SHARE_BYTES, SHARE_BYTES).unwrap());
+        let places = |windows: &GuestWindows<Flat>| -> std::vec::Vec<_> {
+            windows.space.0.iter().map(|&(window, at)| (window.base(), at)).collect()
+        };
+        // A guest exchanges the addresses of two windows.
+        const A: u64 = 0xc000_0000;
+        const B: u64 = 0xc100_0000;
+        assert!(windows.map(other, A) && windows.map(first, B));
+        windows.unmap(other);
+        assert!(!windows.map(other, B));
+        windows.unmap(first);
+        assert!(windows.map(first, A));
+        assert_eq!(places(&windows), [(other.base(), B), (first.base(), A)]);
+        // Those that have left do not wait any more.
+        assert!(!windows.map(second, B));
+        windows.unmap(all);
+        windows.unmap(other);
+        assert_eq!((places(&windows), windows.waiting.len()), (vec![], 0));
     }
 }

@@ -82,6 +82,8 @@ pub struct Console {
     last_ticks: AtomicU64,
     /// The guest has written to the virtio device last.
     virtio: AtomicBool,
+    /// There may be input for the device that has found none before.
+    redirected: AtomicBool,
     session: SpinMutex<Session, YieldRelax>,
 }
 
@@ -116,6 +118,7 @@ impl Console {
             ticks: AtomicU64::new(0),
             last_ticks: AtomicU64::new(0),
             virtio: AtomicBool::new(false),
+            redirected: AtomicBool::new(false),
             session: SpinMutex::new(Session {
                 gate: None,
                 lost: false,
@@ -146,8 +149,40 @@ impl Console {
     /// Accepts a byte of output; returns `false` if the buffer is full because the server has no
     /// room.
     fn put(&self, line: ConsoleLine, byte: u8) -> bool {
-        self.virtio.store(line == ConsoleLine::Virtio, Ordering::Relaxed);
-        let session = &mut *self.session.lock();
+        let mut session = self.session.lock();
+        let accepted = self.accept(&mut session, byte);
+        // Refused bytes do not count: both devices offer them again whenever they are notified.
+        let is_redirected = accepted && self.redirect_input(line, &session);
+        drop(session);
+        if is_redirected {
+            // The first vCPU notifies the devices. It fails only if the capability is gone, and the
+            // vCPU with it. Not `event::CONSOLE`, by which root reports the fate of a lost server.
+            let _ = Notification::at(slot::NOTIFICATION).signal(event::KICK);
+        }
+        accepted
+    }
+
+    /// Directs input to this device. Returns whether the devices must be notified.
+    fn redirect_input(&self, line: ConsoleLine, session: &Session) -> bool {
+        let virtio = line == ConsoleLine::Virtio;
+        if self.virtio.load(Ordering::Relaxed) == virtio {
+            return false;
+        }
+        self.virtio.store(virtio, Ordering::Relaxed);
+        let may_have_input = session.may_have_input();
+        if may_have_input {
+            self.redirected.store(true, Ordering::Release);
+        }
+        may_have_input
+    }
+
+    /// Returns whether both devices must look for input because it goes to another device now.
+    #[inline(always)]
+    pub fn take_redirected(&self) -> bool {
+        self.redirected.load(Ordering::Relaxed) && self.redirected.swap(false, Ordering::Acquire)
+    }
+
+    fn accept(&self, session: &mut Session, byte: u8) -> bool {
         if session.gate.is_none() {
             return true;
         }
@@ -217,6 +252,10 @@ impl Session {
         self.lost = !answer.is_ok_and(|answer| answer.tag.label == proto::DONE);
         self.blocked = self.lost;
         !self.lost
+    }
+
+    fn may_have_input(&self) -> bool {
+        !self.input.waiting().is_empty() || self.may_read && self.gate.is_some()
     }
 
     fn has_output(&self) -> bool {
@@ -298,5 +337,25 @@ mod tests {
         assert_eq!(buffer.waiting().len(), BUFFER);
         buffer.consume(usize::MAX);
         assert!(buffer.waiting().is_empty());
+    }
+
+    /// A device that has found no input does not ask again by itself.
+    #[test]
+    fn input_that_goes_to_the_other_device_is_reported() {
+        let console = Console::closed();
+        let put = |line| console.redirect_input(line, &console.session.lock());
+        console.session.lock().input.put(b'x');
+        assert_eq!(console.take(ConsoleLine::Virtio), None);
+        assert!(!put(ConsoleLine::Serial) && !console.take_redirected(), "no change");
+        assert!(put(ConsoleLine::Virtio) && console.take_redirected());
+        assert!(!console.take_redirected(), "once");
+        assert_eq!(console.take(ConsoleLine::Serial), None);
+        assert_eq!(console.take(ConsoleLine::Virtio), Some(b'x'));
+        assert!(!put(ConsoleLine::Serial), "no input");
+        // The server may have some.
+        console.session.lock().gate = Some(Gate::at(0));
+        assert!(put(ConsoleLine::Virtio) && console.take_redirected());
+        console.session.lock().may_read = false;
+        assert!(!put(ConsoleLine::Serial) && !console.take_redirected());
     }
 }

@@ -58,8 +58,9 @@ const fn vcpu_slots(index: usize) -> u64 {
 }
 /// Time slice of a vCPU's thread, in ns.
 const TIME_SLICE: u64 = 10_000_000;
-/// Time limit for the other vCPUs to stop after one has ended the VM, in ns.
-const STOP_TIMEOUT: u64 = 1_000_000_000;
+/// Time limit for the other vCPUs to stop after one has ended the VM, in ns, beside two periods of
+/// their CPU time, if that is limited. VMs of higher priority may delay them.
+const STOP_TIMEOUT: u64 = 10_000_000_000;
 
 /// Yields while it waits for a lock: the owner may share the CPU.
 struct YieldRelax;
@@ -264,7 +265,8 @@ fn run(
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, shared, helpers } = guest;
     pass_through::reset(start, plan);
-    let loaded = platform::load(start, plan, memory, vcpus, devices)?;
+    let loaded =
+        power_on_and_load(devices, || platform::load(start, plan, memory, vcpus, devices))?;
     if plan.on_reset == OnReset::Exit {
         release_files(start);
     }
@@ -299,16 +301,46 @@ fn run(
             *sum += count;
         }
     };
-    let timeout = time::ticks(start.clock.tsc_khz, STOP_TIMEOUT);
-    let ran = run_parallel(helpers, timeout, &drive, || drive(0));
-    *logged = board.logged();
+    let ran = run_parallel(helpers, stop_timeout(start), &drive, || drive(0));
+    outcome_of(&board, ran, logged)
+}
+
+/// Time limit for the other vCPUs to stop, in ticks.
+fn stop_timeout(start: &Start) -> u64 {
+    let period = start.cpu_time.map_or(0, |time| time.period);
+    let timeout = STOP_TIMEOUT.saturating_add(period.saturating_mul(2));
+    time::ticks(start.clock.tsc_khz, timeout)
+}
+
+/// Returns the outcome of a run of all vCPUs, `ran` by [`run_parallel`]. The error is an exit code.
+fn outcome_of(
+    board: &GuestBoard,
+    ran: Result<((), bool), Status>,
+    logged: &mut Once,
+) -> Result<Outcome, u64> {
     match ran {
-        Ok(()) => Ok(board.outcome().unwrap_or(Outcome::HostError(0))),
+        Ok(((), true)) => {
+            *logged = board.logged();
+            Ok(board.outcome().unwrap_or(Outcome::HostError(0)))
+        }
+        Ok(((), false)) => {
+            // It may hold any lock, which would never be released.
+            error!("the thread of a vCPU did not stop");
+            Err(code::INTERNAL)
+        }
         Err(status) => {
             error!("cannot start the thread of a vCPU: {status:?}");
             Err(code::INTERNAL)
         }
     }
+}
+
+/// Resets the devices, then loads the guest: otherwise peers of channels could write to the new
+/// guest, and read its secrets, in memory that the previous one has shared. Root answers the
+/// revocation of a share when its peer has no access any more.
+fn power_on_and_load<T>(devices: Option<&Devices>, load: impl FnOnce() -> T) -> T {
+    devices.power_on();
+    load()
 }
 
 /// Runs a vCPU until the VM ends.
@@ -379,8 +411,11 @@ fn serve_root(
 /// Passes events of servers and of peers to the console and the devices.
 #[inline(always)]
 fn notify_devices(board: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut NativeHost) {
-    if events & event::CONSOLE != 0 {
+    let is_woken = events & event::CONSOLE != 0;
+    if is_woken {
         host.console.wake();
+    }
+    if host.console.take_redirected() || is_woken {
         if let Some(slot) = host.listeners.console() {
             board.function_input(slot, Some(cpu), host);
         }
@@ -458,5 +493,46 @@ fn exit_code(outcome: Outcome) -> u64 {
             error!("cannot run the vCPU: {what:#x}");
             code::INTERNAL
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_machine::Model;
+    use vmm_machine::functions::FunctionCall;
+
+    type Device = <GuestBus as Bus>::Device;
+
+    /// Devices that record their reset.
+    struct Recorder(Cell<Vec<&'static str, 2>>);
+
+    impl Functions<Device> for Recorder {
+        fn slots(&self) -> usize {
+            0
+        }
+
+        fn model(&self, _: usize) -> Option<Model> {
+            None
+        }
+
+        fn with(&self, _: usize, _: FunctionCall<'_, Device>) {}
+
+        fn channel(&self, _: u64) -> Option<usize> {
+            None
+        }
+
+        fn power_on(&self) {
+            let _ = self.0.lock().push("reset");
+        }
+    }
+
+    #[test]
+    fn shares_are_revoked_before_the_guest_is_loaded() {
+        let devices = Recorder(Cell::new(Vec::new()));
+        let load = || devices.0.lock().push("load");
+        assert_eq!(power_on_and_load(Some(&devices), load), Ok(()));
+        assert_eq!(*devices.0.lock(), ["reset", "load"]);
+        assert_eq!(power_on_and_load(None, || 1), 1);
     }
 }

@@ -364,6 +364,8 @@ pub struct ScriptPeer {
     pub offers: Vec<(usize, u64, u32, bool)>,
     /// The peer refuses offers.
     pub refuses: bool,
+    /// State that the peer gives a share right after the guest has offered or mapped it.
+    pub answer: Option<ShareState>,
     /// Messages for the guest.
     pub messages: VecDeque<Message>,
 }
@@ -383,7 +385,7 @@ impl ChannelBackend for ScriptPeer {
             return false;
         }
         self.offers.push((share, address, length, writable));
-        self.view.own[share] = ShareState::Offered;
+        self.view.own[share] = self.answer.unwrap_or(ShareState::Offered);
         true
     }
 
@@ -395,7 +397,7 @@ impl ChannelBackend for ScriptPeer {
         let share = &mut self.view.peers[share];
         let there = share.state != ShareState::None;
         if there {
-            share.state = ShareState::Mapped;
+            share.state = self.answer.unwrap_or(ShareState::Mapped);
         }
         there
     }

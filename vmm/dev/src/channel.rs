@@ -13,7 +13,7 @@
 //! Documentation: `docs/spec/channel.md`.
 
 use proto::channel::register::*;
-use proto::channel::{PeerShare, SHARE_BYTES, SHARES, View};
+use proto::channel::{PeerShare, SHARE_BYTES, SHARES, ShareState, View};
 use vmm_bus::backend::ChannelInfo;
 use vmm_bus::{Access, Device, Env, WAKE_CHANGE, WAKE_INPUT};
 
@@ -188,15 +188,17 @@ impl Registers {
         *self.view.insert(view)
     }
 
-    /// Handles a change of the back end. The effect of the guest's own command on a share is no
-    /// event; any other change is, even if the guest could read it already.
-    fn change(&mut self, commanded: Option<(Of, usize)>, env: &mut dyn Env) {
+    /// Handles a change of the back end. That the guest's own command has given a share this state
+    /// is no event; any other change is, even if the guest could read it already.
+    fn change(&mut self, commanded: Option<(Of, usize, ShareState)>, env: &mut dyn Env) {
         let mut old = self.view.unwrap_or_default();
         let new = self.refresh_view(env);
         match commanded {
-            Some((Of::Own, share)) => old.own[share] = new.own[share],
-            Some((Of::Peer, share)) => old.peers[share] = new.peers[share],
-            None => {}
+            Some((Of::Own, share, state)) if new.own[share] == state => old.own[share] = state,
+            Some((Of::Peer, share, state)) if new.peers[share].state == state => {
+                old.peers[share] = new.peers[share];
+            }
+            _ => {}
         }
         let peer = (old.peer_runs, old.starts) != (new.peer_runs, new.starts);
         let shares = (old.own, old.peers) != (new.own, new.peers);
@@ -280,18 +282,19 @@ impl Registers {
             SHARE_COMMAND => {
                 let Offer { address, length, .. } = *offer;
                 let Some((channel, _)) = env.channel() else { return };
-                let done = match value {
+                let (done, state) = match value {
                     COMMAND_CLOSE => {
                         channel.revoke(share);
-                        true
+                        (true, ShareState::None)
                     }
                     _ if value & !COMMAND_WRITE == COMMAND_OPEN => {
-                        channel.offer(share, address, length, value & COMMAND_WRITE != 0)
+                        let writable = value & COMMAND_WRITE != 0;
+                        (channel.offer(share, address, length, writable), ShareState::Offered)
                     }
-                    _ => false,
+                    _ => (false, ShareState::None),
                 };
                 offer.refused = !done;
-                self.change(done.then_some((Of::Own, share)), env);
+                self.change(done.then_some((Of::Own, share, state)), env);
             }
             _ => env.missing("channel: write of an unknown register", register),
         }
@@ -299,16 +302,16 @@ impl Registers {
 
     fn command_peers(&mut self, share: usize, value: u32, env: &mut dyn Env) {
         let Some((channel, _)) = env.channel() else { return };
-        let done = match value {
+        let (done, state) = match value {
             COMMAND_CLOSE => {
                 channel.unmap(share);
-                true
+                (true, ShareState::Offered)
             }
-            COMMAND_OPEN => channel.map(share),
-            _ => false,
+            COMMAND_OPEN => (channel.map(share), ShareState::Mapped),
+            _ => (false, ShareState::None),
         };
         self.refused[share] = !done;
-        self.change(done.then_some((Of::Peer, share)), env);
+        self.change(done.then_some((Of::Peer, share, state)), env);
     }
 }
 

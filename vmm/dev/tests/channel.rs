@@ -213,6 +213,26 @@ fn a_command_swallows_no_event() {
     assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![0x41], EVENT_PEER));
 }
 
+/// The peer answers a command before the device looks at its effect.
+#[test]
+fn an_answer_to_a_command_is_an_event() {
+    let (mut device, mut env) = start();
+    enable(&mut device, &mut env);
+    let offered = PeerShare { state: ShareState::Offered, writable: false, length: 0x1000 };
+    peer(&mut env).view.peers[0] = offered;
+    device.wake(WAKE_CHANGE, &mut env);
+    for (shares, answer) in [(OWN_SHARES, ShareState::Mapped), (PEER_SHARES, ShareState::Offered)] {
+        vectors(&mut env);
+        env.outl(&mut device, EVENTS, EVENT_SHARES);
+        peer(&mut env).answer = Some(answer);
+        // Mapped: revoked, and another share offered.
+        peer(&mut env).view.peers[0].length *= 2;
+        env.outl(&mut device, shares + SHARE_COMMAND, COMMAND_OPEN);
+        assert_eq!(env.inl(&mut device, shares + SHARE_RESULT), 0);
+        assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![0x41], EVENT_SHARES));
+    }
+}
+
 #[test]
 fn without_an_outside_nothing_happens() {
     let (mut device, _) = start();

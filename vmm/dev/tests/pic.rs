@@ -73,6 +73,36 @@ fn level_repeats_until_it_falls() {
     assert!(!pic.intr());
 }
 
+/// Firmware and kernels choose the mode of an input while its device drives it.
+#[test]
+fn the_mode_of_an_input_changes_with_its_level() {
+    let mut env = Script::new();
+    let mut pic = ready(&mut env, ICW4_8086);
+    for (elcr, irq, vector) in [(ELCR_MASTER, 5, 0x35), (ELCR_SLAVE, 10, 0x3a)] {
+        let end = |pic: &mut PicPair, env: &mut Script| {
+            env.outb(pic, SLAVE_COMMAND, EOI);
+            env.outb(pic, MASTER_COMMAND, EOI);
+        };
+        // An asserted level requests, even if its edge has been acknowledged.
+        pic.set_irq(irq, true);
+        assert_eq!(pic.acknowledge(), vector);
+        end(&mut pic, &mut env);
+        assert!(!pic.intr());
+        env.outb(&mut pic, elcr, 1 << (irq % 8));
+        assert!(pic.intr());
+        assert_eq!(pic.acknowledge(), vector);
+        pic.set_irq(irq, false);
+        end(&mut pic, &mut env);
+        assert!(!pic.intr());
+        // A latched edge does not, if its level has gone.
+        env.outb(&mut pic, elcr, 0);
+        pulse(&mut pic, irq);
+        assert!(pic.intr());
+        env.outb(&mut pic, elcr, 1 << (irq % 8));
+        assert!(!pic.intr());
+    }
+}
+
 #[test]
 fn request_that_is_gone_is_spurious() {
     let mut env = Script::new();

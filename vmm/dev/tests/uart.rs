@@ -151,6 +151,24 @@ fn input_waits_for_a_driver_that_is_ready() {
     assert_eq!(read, b"early");
 }
 
+/// The host reports input only if it had none: the chip of a further boot gets no report of input
+/// that arrived before.
+#[test]
+fn input_of_before_is_received() {
+    let mut env = Script::new();
+    env.stream.input.extend(b"ab");
+    let mut uart = Uart::new();
+    env.outb(&mut uart, IIR, FCR_ENABLE | FCR_CLEAR_RX | FCR_CLEAR_TX);
+    env.outb(&mut uart, MCR, MCR_OUT2);
+    env.outb(&mut uart, IER, IER_RX);
+    assert!(env.line(0));
+    assert_eq!([0; 2].map(|_| env.inb(&mut uart, DATA)), *b"ab");
+    env.stream.input.push_back(b'c');
+    let mut uart = Uart::new();
+    let polls = (0..20).take_while(|_| env.inb(&mut uart, LSR) & LSR_DATA == 0).count();
+    assert_eq!((polls, env.inb(&mut uart, DATA)), (8, b'c'));
+}
+
 #[test]
 fn polling_receives_input() {
     let (mut env, mut uart) = (Script::new(), Uart::new());

@@ -73,7 +73,8 @@ pub trait Functions<F: ?Sized = dyn Function> {
     /// Slot of the channel with this number.
     fn channel(&self, number: u64) -> Option<usize>;
     /// Resets all functions to their power-on state for a new boot. Disks drop outstanding
-    /// requests, channels their shares.
+    /// requests, channels their shares. Boards call it when they are created. If a back end gives
+    /// others access to guest memory, it must be called before the guest is loaded, too.
     fn power_on(&self);
 }
 

@@ -144,6 +144,13 @@ impl Pic {
         if self.level_mode { 0xff } else { self.elcr }
     }
 
+    /// Sets the inputs that are level-triggered: each requests by its present level from now on.
+    fn set_elcr(&mut self, elcr: u8) {
+        self.elcr = elcr;
+        let level = self.level_triggered();
+        self.irr = self.irr & !level | self.inputs & level;
+    }
+
     fn set_input(&mut self, input: u8, level: bool) {
         let bit = 1 << input;
         let rises = self.inputs & bit == 0 && level;
@@ -407,8 +414,8 @@ impl Device for PicPair {
             MASTER_DATA => self.master.data(value, env),
             SLAVE_COMMAND => self.slave.command(value, env),
             SLAVE_DATA => self.slave.data(value, env),
-            ELCR_MASTER => self.master.elcr = value & ELCR_MASTER_MASK,
-            ELCR_SLAVE => self.slave.elcr = value & ELCR_SLAVE_MASK,
+            ELCR_MASTER => self.master.set_elcr(value & ELCR_MASTER_MASK),
+            ELCR_SLAVE => self.slave.set_elcr(value & ELCR_SLAVE_MASK),
             _ => {}
         }
         self.update();

@@ -216,7 +216,8 @@ impl Uart {
             timed_out: false,
             timer_armed: false,
             looped: false,
-            more: false,
+            // The host may have kept input since the previous boot, and does not report it again.
+            more: true,
             status_reads: 0,
             line: false,
         }
@@ -524,8 +525,7 @@ impl Device for Uart {
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
-        // The host still has the input that was not read; query it at the first opportunity.
-        *self = Self { more: true, line: self.line, ..Self::new() };
+        *self = Self { line: self.line, ..Self::new() };
         env.arm(0, NEVER);
         self.update_line(env);
     }

@@ -2,7 +2,8 @@
 
 use vmm_bus::{Device, Nanos};
 use vmm_vcpu::Signals;
-use vmm_x86::apic::{InterruptMessage, local};
+use vmm_x86::apic::InterruptMessage;
+use vmm_x86::apic::local::{self, LocalApic};
 use vmm_x86::pv::ApicIds;
 use vmm_x86::{Acknowledged, Interrupts, PendingInterrupt};
 
@@ -72,7 +73,8 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         target
     }
 
-    /// Delivers a message to the destination of lowest priority.
+    /// Delivers a message to the destination of lowest priority. APICs that are disabled by
+    /// software take no part: they would drop the message.
     #[cold]
     pub(super) fn deliver_lowest(
         &mut self,
@@ -80,8 +82,9 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         sender: Option<usize>,
     ) -> Option<usize> {
         let apics = &self.machine.apics;
+        let takes_part = |apic: &LocalApic| apic.is_software_enabled() && apic.matches(message);
         let lowest = (0..self.fixed.vcpus)
-            .filter(|&cpu| Some(cpu) != sender && apics[cpu].matches(message))
+            .filter(|&cpu| Some(cpu) != sender && takes_part(&apics[cpu]))
             .min_by_key(|&cpu| apics[cpu].ppr());
         lowest.inspect(|&cpu| self.deliver_to(cpu, message))
     }

@@ -368,6 +368,39 @@ fn a_second_processor_starts_and_is_kicked() {
     assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
 }
 
+#[test]
+fn lowest_priority_messages_reach_an_enabled_local_apic() {
+    const LOWEST: u32 = 1 << 8;
+    let memory = memory();
+    let mut rig = Rig::new(&memory, 2);
+    let (mut second, mut cpu) = (ScriptedVcpu::flat32(), rig.pc.cpu(1));
+    rig.mmio(&memory, 0xfee0_0310, Some(1 << 24));
+    rig.mmio(&memory, 0xfee0_0300, Some(0x4500)); // INIT
+    rig.mmio(&memory, 0xfee0_0300, Some(0x4609)); // start
+    // The second has the lower priority, but does not accept interrupts.
+    rig.mmio(&memory, 0xfee0_0080, Some(0x20));
+    for (register, value) in [(0x19, 0xff << 24), (0x18, LOWEST | 0x51)] {
+        rig.mmio(&memory, 0xfec0_0000, Some(register));
+        rig.mmio(&memory, 0xfec0_0010, Some(value));
+    }
+    rig.out(0x3fc, 0x08); // OUT2
+    rig.out(0x3f9, 0x02); // transmitter empty: at once
+    assert_eq!(rig.events(), [Event::interrupt(0x51)]);
+    rig.mmio(&memory, 0xfee0_00b0, Some(0));
+    // It does not keep a message that it sends to all, either.
+    let swap = |rig: &mut Rig<'_>, second: &mut ScriptedVcpu, cpu: &mut Cpu| {
+        core::mem::swap(&mut rig.vcpu, second);
+        core::mem::swap(&mut rig.cpu, cpu);
+    };
+    swap(&mut rig, &mut second, &mut cpu);
+    rig.exit(Exit::Spurious); // It starts, which sets its registers.
+    rig.vcpu.next_rip = 2;
+    rig.wrmsr(0x1b, 0xfee0_0c00); // x2APIC
+    rig.wrmsr(0x830, 0xffff_ffff << 32 | u64::from(LOWEST | 0x62));
+    swap(&mut rig, &mut second, &mut cpu);
+    assert_eq!(rig.events(), [Event::interrupt(0x62)]);
+}
+
 /// `MOV CR8, EAX` in 32-bit code (`LOCK MOV CR0, EAX`).
 const MOV_CR8_EAX: &[u8] = &[0xf0, 0x0f, 0x22, 0xc0];
 

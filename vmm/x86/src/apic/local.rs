@@ -194,6 +194,13 @@ impl LocalApic {
         }
     }
 
+    /// True if the guest has enabled the APIC by software (SDM vol. 3, section 11.4.7.2). Otherwise
+    /// it drops interrupts with a vector.
+    #[inline]
+    pub const fn is_software_enabled(&self) -> bool {
+        self.svr & SVR_ENABLE != 0
+    }
+
     /// Physical address of the xAPIC page.
     pub const fn base(&self) -> u64 {
         self.base & !0xfff
@@ -356,7 +363,7 @@ impl LocalApic {
         }
         match message.delivery {
             FIXED | LOWEST => {
-                return self.svr & SVR_ENABLE != 0 && self.request(message.vector, message.level);
+                return self.is_software_enabled() && self.request(message.vector, message.level);
             }
             STARTUP => self.events.startup = Some(message.vector),
             mode => return self.signal(mode),
@@ -470,7 +477,7 @@ impl LocalApic {
     fn send_to_self(&mut self, vector: u8) {
         if vector < FIRST_VECTOR {
             self.error(ESR_SEND_VECTOR);
-        } else if self.svr & SVR_ENABLE != 0 {
+        } else if self.is_software_enabled() {
             self.request(vector, false);
         }
     }
@@ -495,7 +502,9 @@ impl LocalApic {
         let broadcast = InterruptMessage { destination: u32::MAX, logical: false, ..message };
         match low >> 18 & 3 {
             SHORTHAND_NONE => {
-                let own = self.matches(&message);
+                // An APIC that is disabled by software takes no part in the arbitration.
+                let takes_part = delivery != LOWEST || self.is_software_enabled();
+                let own = self.matches(&message) && takes_part;
                 if own {
                     self.deliver(&message);
                 }

@@ -156,7 +156,7 @@ impl LocalApic {
             DFR => self.dfr = value | DFR_ONES,
             SVR => {
                 self.svr = value & SVR_MASK;
-                if self.svr & SVR_ENABLE == 0 {
+                if !self.is_software_enabled() {
                     self.lvt.iter_mut().for_each(|entry| *entry |= LVT_MASKED);
                 }
             }
@@ -188,7 +188,7 @@ impl LocalApic {
     }
 
     pub(super) fn write_lvt(&mut self, index: usize, value: u32, env: &mut dyn Env) {
-        let disabled = if self.svr & SVR_ENABLE == 0 { LVT_MASKED } else { 0 };
+        let disabled = if !self.is_software_enabled() { LVT_MASKED } else { 0 };
         let old = self.lvt[index];
         let new = value & LVT_WRITABLE[index] | disabled;
         self.lvt[index] = new;
