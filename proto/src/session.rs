@@ -201,6 +201,11 @@ impl<'m> ServerLink<'m> {
         self.header.write(ACCEPTED, request);
     }
 
+    /// Returns the number of the connection, of which each has another one; 0: none.
+    pub fn connection(&self) -> u64 {
+        self.accepted
+    }
+
     /// Returns the word of client information.
     pub fn client_info(&self) -> u64 {
         self.header.read(CLIENT_INFO)

@@ -11,6 +11,7 @@
 //! The device may clear the bit of a failed command as it does for a successful one. So a command
 //! has succeeded only if no error is reported after the driver has seen its bit clear.
 
+use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use proto::disk::{Operation, SECTOR, Status};
@@ -37,8 +38,9 @@ mod host {
     pub const CONTROL: u64 = 0x04;
     pub const INTERRUPTS: u64 = 0x08;
     pub const PORTS: u64 = 0x0c;
-    /// Of `CAPABILITIES`: native command queuing.
+    /// Of `CAPABILITIES`: native command queuing, 64-bit addresses.
     pub const QUEUES: u32 = 1 << 30;
+    pub const WIDE: u32 = 1 << 31;
     /// Of `CONTROL`: reset, interrupt enable, AHCI enable.
     pub const RESET: u32 = 1 << 0;
     pub const INTERRUPT: u32 = 1 << 1;
@@ -155,6 +157,22 @@ pub enum AhciError {
     Old,
     /// The disk has sectors of another size than 512 bytes (ATA/ATAPI Command Set, word 106).
     SectorSize,
+    /// The controller ignores the upper half of addresses, and memory of the server or of a client
+    /// ends here, above 4 GiB.
+    Narrow(u64),
+}
+
+impl fmt::Display for AhciError {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Narrow(end) => write!(
+                to,
+                "the controller has only 32-bit addresses (CAP.S64A is 0), and memory for it ends \
+                 at {end:#x}: use another controller, or a machine with less memory"
+            ),
+            error => write!(to, "{error:?}"),
+        }
+    }
 }
 
 /// A disk at a port.
@@ -234,12 +252,14 @@ fn wait(controller: &impl Controller, limit: u64, mut done: impl FnMut() -> bool
 
 impl<'m, C: Controller> AhciDisk<'m, C> {
     /// Resets the controller and sets up the disk at a port, or at the first port with a disk.
-    /// `memory` is [`BYTES`] long and at address `physical` for the device.
+    /// `memory` is [`BYTES`] long and at address `physical` for the device. That memory and all
+    /// that commands access ends at or below the address `end`.
     pub fn new(
         controller: C,
         wanted: Option<u8>,
         memory: &'m [AtomicU64],
         physical: u64,
+        end: u64,
     ) -> Result<Self, AhciError> {
         if (memory.len() as u64) < BYTES / 8 {
             return Err(AhciError::Memory);
@@ -248,8 +268,11 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             return Err(AhciError::NoDisk);
         }
         let there = controller.read(host::PORTS);
-        memory.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         let capabilities = controller.read(host::CAPABILITIES);
+        if capabilities & host::WIDE == 0 && end > 1 << 32 {
+            return Err(AhciError::Narrow(end));
+        }
+        memory.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         let mut disk = Self {
             controller,
             number: 0,

@@ -2,8 +2,9 @@
 //! (`proto::disk`).
 //!
 //! The disk transfers data directly between its medium and the clients' sessions (DMA). The server
-//! answers a request when the disk has completed it. The server keeps no state over a restart: it
-//! resets the disk, reads the partition table, and clients resend unanswered requests.
+//! answers a request when the disk has completed it. A restarted server resets the disk, reads the
+//! partition table, and clients resend unanswered requests. It keeps no state of the last one but a
+//! word about failed flushes ([`server`]).
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -32,6 +33,8 @@ const AHCI_BAR: u64 = 5;
 /// Offset of the buffer for sectors of partition tables.
 const SCAN: u64 = 64 << 10;
 const _: () = assert!(virtio::BYTES <= SCAN && ahci::BYTES <= SCAN);
+/// Offset of the word that outlives the server, which only root initialises.
+const UNINFORMED: u64 = SCAN + 4096;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
@@ -52,7 +55,11 @@ fn main(start: &Start<'static>) -> u64 {
         error!("cannot bind the interrupt: {status:?}");
         return code::INTERNAL;
     }
-    let (words, physical) = (dma.words(), dma.physical());
+    let physical = dma.physical();
+    let Some(words) = dma.words().get(..SCAN as usize / 8) else {
+        error!("the memory for the device is too short");
+        return code::BAD_CONFIG;
+    };
     match plan.driver {
         DiskDriver::Virtio => match virtio::VirtioDisk::new(start, words, physical) {
             Ok(disk) => serve(start, plan, disk, dma),
@@ -67,10 +74,13 @@ fn main(start: &Start<'static>) -> u64 {
                 return code::BAD_CONFIG;
             };
             let controller = Hardware { registers: host, tsc_khz: start.clock.tsc_khz };
-            match ahci::AhciDisk::new(controller, port, words, physical) {
+            let all = memory::sessions(start).chain([dma]);
+            let end = all.map(|shared| shared.physical() + shared.window().length()).max();
+            let end = end.unwrap_or_default();
+            match ahci::AhciDisk::new(controller, port, words, physical, end) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
-                    error!("cannot set up the disk: {error:?}");
+                    error!("cannot set up the disk: {error}");
                     code::INTERNAL
                 }
             }
@@ -157,7 +167,11 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
         partitions.len(),
         geometry.depth
     );
-    let mut server = BlockServer::new(disk);
+    let Some(uninformed) = dma.words().get(UNINFORMED as usize / 8) else {
+        error!("the memory for the device is too short");
+        return code::BAD_CONFIG;
+    };
+    let mut server = BlockServer::new(disk, uninformed);
     let mut given: Vec<(Extent, bool), MAX_SESSIONS> = Vec::new();
     for (number, (client, memory)) in plan.clients.iter().zip(memory::sessions(start)).enumerate() {
         let extent = server::locate(&client.part, &partitions, geometry.sectors);

@@ -2,12 +2,18 @@
 //!
 //! Clients take turns, one request each, so that none delays the other clients. The server answers
 //! a request when the disk has completed it: acknowledged data survives this server. A flush needs
-//! no ordering here, as the disk includes all writes that it has completed before. After a failed
-//! flush, all flushes fail until the server restarts: a disk drops data that it could not write,
-//! and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
+//! no ordering here, as the disk includes all writes that it has completed before.
+//!
+//! After a failed flush, all flushes fail until the server restarts: a disk drops data that it
+//! could not write, and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT). A client whose data
+//! may be among that must not take the restart for a repair. So its flushes fail in the next
+//! server, too, until it has read that one has failed: a word of memory that outlives the server
+//! has a bit for each client that has not.
+
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use heapless::Vec;
-use proto::disk::{Info, Operation, Request, SECTOR, Session, Status};
+use proto::disk::{CompletionMark, Info, Operation, Request, SECTOR, Session, Status};
 use proto::service::{DiskClient, DiskRange, MAX_SESSIONS};
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
@@ -104,6 +110,8 @@ struct Client<'m> {
     /// Physical address of the session's memory.
     physical: u64,
     signal: u64,
+    /// Completion of its last flush that failed.
+    failure: Option<CompletionMark>,
 }
 
 #[derive(Clone, Copy)]
@@ -124,14 +132,25 @@ pub struct BlockServer<'m, D> {
     turn: usize,
     /// A flush has failed.
     flush_failed: bool,
+    /// Bits of clients that have not read the failure of a flush, of this server or an earlier one.
+    uninformed: &'m AtomicU64,
 }
 
+const _: () = assert!(MAX_SESSIONS <= u64::BITS as usize);
+
 impl<'m, D: Disk> BlockServer<'m, D> {
-    /// Creates a server without clients. The disk has no commands in flight.
-    pub fn new(disk: D) -> Self {
-        let depth = disk.geometry().depth.clamp(1, MAX_DEPTH);
-        let in_flight = [None; MAX_DEPTH];
-        Self { disk, depth, clients: Vec::new(), in_flight, turn: 0, flush_failed: false }
+    /// Creates a server without clients. The disk has no commands in flight. `uninformed` is 0 for
+    /// the first server of the disk, and as the last server has left it for others.
+    pub fn new(disk: D, uninformed: &'m AtomicU64) -> Self {
+        Self {
+            depth: disk.geometry().depth.clamp(1, MAX_DEPTH),
+            disk,
+            clients: Vec::new(),
+            in_flight: [None; MAX_DEPTH],
+            turn: 0,
+            flush_failed: false,
+            uninformed,
+        }
     }
 
     /// Returns the disk.
@@ -147,6 +166,7 @@ impl<'m, D: Disk> BlockServer<'m, D> {
             extent,
             physical,
             signal,
+            failure: None,
         });
         // There are at most as many sessions as places.
         let _ = self.clients.push(client);
@@ -154,7 +174,16 @@ impl<'m, D: Disk> BlockServer<'m, D> {
 
     /// Processes all available work, then requests signals from all clients. Calls `signal` with
     /// index, vCPU and events of each client to signal.
-    pub fn serve(&mut self, mut signal: impl FnMut(usize, usize, u64)) -> Result<(), DeviceError> {
+    pub fn serve(&mut self, signal: impl FnMut(usize, usize, u64)) -> Result<(), DeviceError> {
+        self.serve_all(signal).inspect_err(|_| {
+            // It may have failed, and its client repeats it.
+            if self.in_flight.iter().flatten().any(|command| command.is_flush) {
+                self.uninformed.store(u64::MAX, Ordering::SeqCst);
+            }
+        })
+    }
+
+    fn serve_all(&mut self, mut signal: impl FnMut(usize, usize, u64)) -> Result<(), DeviceError> {
         loop {
             let mut progress = false;
             while let Some((number, status)) = self.disk.completed()? {
@@ -201,19 +230,46 @@ impl<'m, D: Disk> BlockServer<'m, D> {
     fn next(&mut self) -> Option<(usize, Request)> {
         let (count, turn) = (self.clients.len(), self.turn);
         (0..count).map(|step| (turn + step) % count).find_map(|index| {
-            let request = self.clients.get_mut(index)?.as_mut()?.session.take()?;
+            let is_informed = self.is_informed(index);
+            let request = self.clients.get_mut(index)?.as_mut()?.session.take();
+            // Repeated requests come first, so none of its flushes that failed is in the ring.
+            let is_new = request.is_none_or(|request| !request.is_repeated);
+            if is_informed && is_new && self.is_informed(index) {
+                self.uninformed.fetch_and(!(1 << index), Ordering::SeqCst);
+            }
+            let request = request?;
             self.turn = (index + 1) % count;
             Some((index, request))
         })
     }
 
-    fn start(&mut self, number: usize, index: usize, request: &Request) {
-        let Some(Some(client)) = self.clients.get_mut(index) else { return };
-        let is_flush = request.operation == Operation::Flush;
-        if is_flush && self.flush_failed {
-            client.session.complete(request.id, Status::Failed);
-            return;
+    /// Returns whether a client has read the failures of all its flushes, but its bit is still set.
+    fn is_informed(&mut self, index: usize) -> bool {
+        let is_flush = |command: &InFlight| command.client == index && command.is_flush;
+        if self.uninformed.load(Ordering::SeqCst) >> index & 1 == 0
+            || self.in_flight.iter().flatten().any(is_flush)
+        {
+            return false;
         }
+        let Some(Some(client)) = self.clients.get_mut(index) else { return false };
+        client.failure.is_some_and(|failure| client.session.has_read(failure))
+    }
+
+    /// Completes a flush as failed.
+    fn fail_flush(&mut self, index: usize, id: u16) {
+        let Some(Some(client)) = self.clients.get_mut(index) else { return };
+        // Before the completion: this server may end before the client reads it.
+        self.uninformed.fetch_or(1 << index, Ordering::SeqCst);
+        client.failure = client.session.complete(id, Status::Failed);
+    }
+
+    fn start(&mut self, number: usize, index: usize, request: &Request) {
+        let is_flush = request.operation == Operation::Flush;
+        let is_uninformed = self.uninformed.load(Ordering::SeqCst) >> index & 1 != 0;
+        if is_flush && (self.flush_failed || is_uninformed) {
+            return self.fail_flush(index, request.id);
+        }
+        let Some(Some(client)) = self.clients.get_mut(index) else { return };
         let command = Command {
             operation: request.operation,
             // The session has checked the request against the extent's length.
@@ -229,10 +285,16 @@ impl<'m, D: Disk> BlockServer<'m, D> {
         let place = self.in_flight.get_mut(number).and_then(Option::take);
         let InFlight { client, id, is_flush } =
             place.ok_or(DeviceError("the device completed a command that was not in flight"))?;
-        self.flush_failed |= is_flush && status != Status::Ok;
+        if is_flush && status != Status::Ok {
+            self.flush_failed = true;
+            // The lost data may be of any client, also of one that has read an earlier failure.
+            self.uninformed.store(u64::MAX, Ordering::SeqCst);
+            self.clients.iter_mut().flatten().for_each(|client| client.failure = None);
+        }
         // A flush that was in flight beside the failed one has lost the same data.
-        let status = if is_flush && self.flush_failed { Status::Failed } else { status };
-        if let Some(Some(client)) = self.clients.get_mut(client) {
+        if is_flush && self.flush_failed {
+            self.fail_flush(client, id);
+        } else if let Some(Some(client)) = self.clients.get_mut(client) {
             client.session.complete(id, status);
         }
         Ok(())
@@ -246,7 +308,6 @@ mod tests {
     use std::cell::RefCell;
     use std::collections::BTreeMap;
     use std::rc::Rc;
-    use std::sync::atomic::{AtomicU64, Ordering};
 
     use proptest::prelude::*;
     use proto::disk::{BUFFER, Client as Session2, Completion, DATA, Operation};
@@ -257,6 +318,8 @@ mod tests {
     struct Medium {
         sectors: RefCell<BTreeMap<u64, u64>>,
         memories: Vec2<Rc<Vec2<AtomicU64>>>,
+        /// Memory that outlives the server.
+        uninformed: AtomicU64,
     }
     type Vec2<T> = std::vec::Vec<T>;
 
@@ -334,7 +397,7 @@ mod tests {
     fn medium(clients: usize) -> Rc<Medium> {
         let memory = || Rc::new((0..LENGTH / 8).map(|_| AtomicU64::new(0)).collect::<Vec2<_>>());
         let memories = (0..clients).map(|_| memory()).collect();
-        Rc::new(Medium { sectors: RefCell::default(), memories })
+        Rc::new(Medium { sectors: RefCell::default(), memories, uninformed: AtomicU64::new(0) })
     }
 
     fn fake(medium: &Rc<Medium>) -> RefCell<Fake> {
@@ -352,7 +415,7 @@ mod tests {
         medium: &'m Medium,
         fake: &'f RefCell<Fake>,
     ) -> BlockServer<'m, &'f RefCell<Fake>> {
-        let mut server = BlockServer::new(fake);
+        let mut server = BlockServer::new(fake, &medium.uninformed);
         let geometry = server.disk.geometry();
         for (index, memory) in medium.memories.iter().enumerate() {
             let part =
@@ -427,6 +490,77 @@ mod tests {
         server.serve(|_, _, _| {}).unwrap();
         let sectors: Vec2<u64> = fake.borrow().queue.iter().map(|entry| entry.1.sector).collect();
         assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
+    }
+
+    /// Each client submits a flush. Returns the first result that each of `readers` reads.
+    fn flush_all<const N: usize>(
+        fake: &RefCell<Fake>,
+        server: &mut BlockServer<&RefCell<Fake>>,
+        clients: &mut [Session2],
+        readers: [usize; N],
+    ) -> [Status; N] {
+        for client in &mut *clients {
+            assert!(client.submit(Operation::Flush, 0, 0, 0, 8));
+        }
+        let mut results = [None; N];
+        while results.contains(&None) {
+            fake.borrow_mut().ready = 9;
+            server.serve(|_, _, _| {}).unwrap();
+            for (result, reader) in results.iter_mut().zip(readers) {
+                let ended = clients[reader].poll();
+                *result = result.or(ended.map(|completion| completion.status));
+            }
+        }
+        results.map(Option::unwrap)
+    }
+
+    /// A restart of the server is not a success of a flush whose failure a client has not read.
+    #[test]
+    fn a_failed_flush_fails_in_the_next_server() {
+        let (ok, failed) = (Status::Ok, Status::Failed);
+        let medium = medium(3);
+        let fake = fake(&medium);
+        let mut clients = clients(&medium);
+        let mut first = server(&medium, &fake);
+        fake.borrow_mut().flushed = failed;
+        // The second client does not read its result. The third one has not flushed.
+        assert_eq!(flush_all(&fake, &mut first, &mut clients[..2], [0]), [failed]);
+        // Any other request shows that the first client has read it.
+        assert!(clients[0].submit(Operation::Read, 0, 1, DATA, 7));
+        first.serve(|_, _, _| {}).unwrap();
+        drop(first);
+        fake.borrow_mut().queue.clear();
+
+        let mut second = server(&medium, &fake);
+        for client in &mut clients {
+            assert_eq!(client.poll(), None);
+        }
+        second.serve(|_, _, _| {}).unwrap();
+        // The second client repeats its flush, and has no result of it when this server ends.
+        assert_eq!(clients[1].poll(), None);
+        second.serve(|_, _, _| {}).unwrap();
+        // The third one reads a failure, before a flush of the first one fails in this server.
+        assert_eq!(flush_all(&fake, &mut second, &mut clients[2..], [0]), [failed]);
+        fake.borrow_mut().ready = 9;
+        assert_eq!(clients[0].poll(), None, "repeated");
+        second.serve(|_, _, _| {}).unwrap();
+        assert_eq!(clients[0].poll(), Some(Completion { tag: 7, status: ok }));
+        assert_eq!(medium.uninformed.load(Ordering::Relaxed) & 0b111, 0b010);
+        fake.borrow_mut().flushed = failed;
+        assert_eq!(flush_all(&fake, &mut second, &mut clients[..1], [0]), [failed]);
+        second.serve(|_, _, _| {}).unwrap();
+        assert_eq!(medium.uninformed.load(Ordering::Relaxed) & 0b111, 0b110);
+        drop(second);
+        fake.borrow_mut().queue.clear();
+
+        let mut third = server(&medium, &fake);
+        let results = flush_all(&fake, &mut third, &mut clients[1..], [0, 1]);
+        assert_eq!(results, [failed; 2]);
+        // Its second flush was submitted before it knew of the failure of the first.
+        assert_eq!(clients[1].poll().map(|it| it.status), Some(failed));
+        assert_eq!(flush_all(&fake, &mut third, &mut clients[1..], [0, 1]), [ok; 2]);
+        assert_eq!(flush_all(&fake, &mut third, &mut clients[..1], [0]), [ok]);
+        assert_eq!(medium.uninformed.load(Ordering::Relaxed) & 0b111, 0);
     }
 
     /// The disk reports once that it has lost data.

@@ -3,6 +3,7 @@
 //! Each command has three descriptors and a record of its own in the memory shared with the device,
 //! so command numbers determine offsets and the driver allocates nothing.
 
+use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use native_virtio::{QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
@@ -15,16 +16,18 @@ use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 mod feature {
     pub const SIZE_MAX: u64 = 1 << 1;
     pub const RO: u64 = 1 << 5;
+    pub const BLK_SIZE: u64 = 1 << 6;
     pub const FLUSH: u64 = 1 << 9;
     pub const DISCARD: u64 = 1 << 13;
     pub const WRITE_ZEROES: u64 = 1 << 14;
-    pub const ALL: u64 = SIZE_MAX | RO | FLUSH | DISCARD | WRITE_ZEROES;
+    pub const ALL: u64 = SIZE_MAX | RO | BLK_SIZE | FLUSH | DISCARD | WRITE_ZEROES;
 }
 
 /// Offsets in the device's registers (section 5.2.4).
 mod config {
     pub const CAPACITY: u64 = 0;
     pub const SIZE_MAX: u64 = 8;
+    pub const BLK_SIZE: u64 = 20;
     pub const MAX_DISCARD_SECTORS: u64 = 36;
     pub const MAX_WRITE_ZEROES_SECTORS: u64 = 48;
 }
@@ -48,6 +51,60 @@ const RECORDS: usize = QUEUE_BYTES as usize / 8;
 /// Bytes of shared memory that the driver needs.
 pub const BYTES: u64 = QUEUE_BYTES + (8 * RECORD * MAX_DEPTH) as u64;
 
+/// Maximum number of sectors of a request, and the least that clients count on.
+const MAX_SECTORS: u32 = 1 << 16;
+const MIN_SECTORS: u32 = 8;
+
+/// Error of the set-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VirtioError {
+    /// The transport or a queue cannot be set up.
+    Setup(SetupError),
+    /// The disk has logical blocks of this size. It fails requests that are not multiples of it.
+    BlockSize(u32),
+    /// The disk accepts only segments of at most this size.
+    SegmentSize(u32),
+}
+
+impl From<SetupError> for VirtioError {
+    fn from(error: SetupError) -> Self {
+        Self::Setup(error)
+    }
+}
+
+impl fmt::Display for VirtioError {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Setup(error) => error.fmt(to),
+            Self::BlockSize(size) => write!(
+                to,
+                "logical blocks of {size} bytes instead of {SECTOR} \
+                 (QEMU: logical_block_size={SECTOR})"
+            ),
+            Self::SegmentSize(size) => write!(
+                to,
+                "segments of at most {size} bytes instead of {} or more",
+                u64::from(MIN_SECTORS) * SECTOR
+            ),
+        }
+    }
+}
+
+/// Returns the maximum number of sectors of a request to a disk with these features, maximum
+/// segment size and logical block size.
+fn max_sectors(features: u64, size_max: u32, blk_size: u32) -> Result<u32, VirtioError> {
+    if features & feature::BLK_SIZE != 0 && u64::from(blk_size) != SECTOR {
+        return Err(VirtioError::BlockSize(blk_size));
+    }
+    if features & feature::SIZE_MAX == 0 {
+        return Ok(MAX_SECTORS);
+    }
+    match size_max / SECTOR as u32 {
+        ..MIN_SECTORS => Err(VirtioError::SegmentSize(size_max)),
+        sectors => Ok(sectors.min(MAX_SECTORS)),
+    }
+}
+
 /// A virtio disk.
 pub struct VirtioDisk<'m> {
     transport: Transport,
@@ -66,28 +123,29 @@ pub struct VirtioDisk<'m> {
 impl<'m> VirtioDisk<'m> {
     /// Resets the task's device and sets it up. `memory` is [`BYTES`] long and at address
     /// `physical` for the device.
-    pub fn new(start: &Start, memory: &'m [AtomicU64], physical: u64) -> Result<Self, SetupError> {
+    pub fn new(start: &Start, memory: &'m [AtomicU64], physical: u64) -> Result<Self, VirtioError> {
         let (transport, features) = Transport::new(start, feature::ALL)?;
         let has = |bit| features & bit != 0;
-        let (capacity, size_max) = transport.consistent(|device| {
+        let (capacity, size_max, blk_size) = transport.consistent(|device| {
             let low = device.read32(config::CAPACITY);
             let high = device.read32(config::CAPACITY + 4);
-            (u64::from(low) | u64::from(high) << 32, device.read32(config::SIZE_MAX))
+            let capacity = u64::from(low) | u64::from(high) << 32;
+            (capacity, device.read32(config::SIZE_MAX), device.read32(config::BLK_SIZE))
         });
+        let max_sectors = max_sectors(features, size_max, blk_size)?;
         let size = transport.queue_size(QUEUE);
         let queue = Queue::new(memory, physical, size).ok_or(SetupError::Queue(QUEUE))?;
         if queue.size() < DESCRIPTORS || (memory.len() as u64) < BYTES / 8 {
-            return Err(SetupError::Queue(QUEUE));
+            return Err(SetupError::Queue(QUEUE).into());
         }
         transport.set_queue(QUEUE, &queue)?;
         transport.start();
-        let max_sectors = if has(feature::SIZE_MAX) { size_max / SECTOR as u32 } else { u32::MAX };
         let geometry = Geometry {
             sectors: capacity,
             read_only: has(feature::RO),
             discard: has(feature::DISCARD),
             write_zeroes: has(feature::WRITE_ZEROES),
-            max_sectors: max_sectors.clamp(8, 1 << 16),
+            max_sectors,
             depth: usize::from(queue.size() / DESCRIPTORS).min(MAX_DEPTH),
         };
         Ok(Self {
@@ -192,5 +250,33 @@ impl Disk for VirtioDisk<'_> {
             _ => Status::Failed,
         };
         Ok(Some((number, status)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_fit_the_disk() {
+        let both = feature::SIZE_MAX | feature::BLK_SIZE;
+        for (features, size_max, blk_size, expected) in [
+            (both, 1 << 20, 512, Ok(2048)),
+            (both, u32::MAX, 512, Ok(MAX_SECTORS)),
+            (both, 4096, 512, Ok(8)),
+            (both, 4095, 512, Err(VirtioError::SegmentSize(4095))),
+            (both, 0, 512, Err(VirtioError::SegmentSize(0))),
+            (both, 1 << 20, 4096, Err(VirtioError::BlockSize(4096))),
+            (both, 1 << 20, 0, Err(VirtioError::BlockSize(0))),
+            // Registers without their feature mean nothing.
+            (0, 0, 0, Ok(MAX_SECTORS)),
+        ] {
+            assert_eq!(max_sectors(features, size_max, blk_size), expected);
+        }
+        let text = VirtioError::BlockSize(4096).to_string();
+        assert_eq!(
+            text,
+            "logical blocks of 4096 bytes instead of 512 (QEMU: logical_block_size=512)"
+        );
     }
 }

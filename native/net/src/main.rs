@@ -16,7 +16,7 @@ use heapless::Vec;
 use native_rt::device::{self as memory, Shared};
 use native_rt::{Irq, Notification, Window, error, info, time};
 use proto::control::code;
-use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, OffloadCaps, Port, segments};
+use proto::net::{Frame, Info, MAX_FRAME, Offload, Port};
 use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
@@ -65,17 +65,6 @@ impl Data {
         self.window.copy_to(self.offset, self.length, window, offset)
             && window.write(offset, &self.header)
     }
-}
-
-/// Returns whether a client accepts a frame without software offloads.
-fn accepts(takes: OffloadCaps, offload: &Offload) -> bool {
-    let kind = match offload.segments & !segments::ECN {
-        segments::NONE => true,
-        segments::TCP4 => takes.tcp4,
-        segments::TCP6 => takes.tcp6,
-        _ => false,
-    };
-    kind && (takes.sums || offload.flags & NEEDS_SUM == 0)
 }
 
 impl NetworkServer {
@@ -142,7 +131,7 @@ impl NetworkServer {
         let whole = match to {
             SwitchEnd::Port(index) => {
                 let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
-                accepts(client.port.offload_caps(), &data.offload)
+                offload::is_accepted(client.port.offload_caps(), data.length, &data.offload)
             }
             SwitchEnd::Uplink => {
                 let uplink = self.uplink.as_ref();

@@ -3,7 +3,7 @@
 //!
 //! The frame comes from a guest: the code checks every length in it, and drops a malformed frame.
 
-use proto::net::{NEEDS_SUM, Offload, segments};
+use proto::net::{NEEDS_SUM, Offload, OffloadCaps, segments};
 
 /// Maximum length of an emitted frame.
 pub const MAX_OUT: usize = 9216 + 18;
@@ -79,6 +79,26 @@ impl Layout {
     }
 }
 
+/// Returns whether a receiver with these capabilities accepts a frame of `length` bytes without
+/// software offloads. A frame whose checksum field is beyond its end goes to none: the sender may
+/// be hostile, and a receiver, which may be a network card, need not check the fields.
+pub fn is_accepted(takes: OffloadCaps, length: u64, offload: &Offload) -> bool {
+    let kind = match offload.segments & !segments::ECN {
+        segments::NONE => true,
+        segments::TCP4 => takes.tcp4,
+        segments::TCP6 => takes.tcp6,
+        _ => false,
+    };
+    let needs_sum = offload.flags & NEEDS_SUM != 0;
+    kind && (!needs_sum || takes.sums && checksum_place(length, offload).is_some())
+}
+
+/// Returns the offset of the checksum field, if the frame of `length` bytes has it.
+fn checksum_place(length: u64, offload: &Offload) -> Option<usize> {
+    let place = usize::from(offload.sum_start) + usize::from(offload.sum_offset);
+    (place as u64 + 2 <= length).then_some(place)
+}
+
 /// Calls `emit` with every frame that `frame` results in, in order. Returns `false` if the frame is
 /// malformed, or a result would be too long.
 pub fn apply_offload(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&[u8])) -> bool {
@@ -99,12 +119,8 @@ pub fn apply_offload(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&
 
 /// Completes a checksum; the sender has stored the sum of the pseudo-header in the checksum field.
 fn fill_checksum(frame: &mut [u8], offload: &Offload) -> bool {
-    let start = usize::from(offload.sum_start);
-    let place = start + usize::from(offload.sum_offset);
-    if start >= frame.len() || place + 2 > frame.len() {
-        return false;
-    }
-    let value = match fold(sum(&frame[start..], 0)) {
+    let Some(place) = checksum_place(frame.len() as u64, offload) else { return false };
+    let value = match fold(sum(&frame[usize::from(offload.sum_start)..], 0)) {
         // In UDP, 0 means no checksum; the values are equal in ones' complement.
         0 => u16::MAX,
         value => value,
@@ -247,6 +263,29 @@ mod tests {
             assert_eq!(finished(frame.clone(), Offload { sum_start, sum_offset, ..offload }), None);
         }
         assert_eq!(finished(frame.clone(), Offload::default()), Some(vec![frame]));
+    }
+
+    #[test]
+    fn a_checksum_beyond_the_frame_is_left_to_no_receiver() {
+        let all = OffloadCaps { sums: true, tcp4: true, tcp6: true };
+        let with = |sum_start, sum_offset| Offload {
+            flags: NEEDS_SUM,
+            sum_start,
+            sum_offset,
+            ..Offload::default()
+        };
+        assert!(is_accepted(all, 60, &with(34, 24)), "the last two bytes");
+        assert!(!is_accepted(OffloadCaps { sums: false, ..all }, 60, &with(34, 24)));
+        for (sum_start, sum_offset) in [(34, 25), (58, 1), (u16::MAX, 0), (u16::MAX, u16::MAX)] {
+            let offload = with(sum_start, sum_offset);
+            assert!(!is_accepted(all, 60, &offload), "{sum_start} {sum_offset}");
+            let segmented = Offload { segments: segments::TCP4, segment: 1000, ..offload };
+            assert!(!is_accepted(all, 60, &segmented), "{sum_start} {sum_offset}");
+            // The software drops it, too.
+            assert_eq!(finished(vec![0; 60], offload), None, "{sum_start} {sum_offset}");
+            let unused = Offload { flags: 0, ..offload };
+            assert!(is_accepted(all, 60, &unused), "nothing is to be done");
+        }
     }
 
     #[test]

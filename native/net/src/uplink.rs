@@ -5,8 +5,10 @@
 
 use native_rt::device::Shared;
 use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
-use proto::net::{MIN_FRAME, NEEDS_SUM, Offload};
+use proto::net::{MIN_FRAME, NEEDS_SUM, Offload, OffloadCaps};
 use proto::start::Start;
+
+use crate::offload::is_accepted;
 
 /// Feature: the device computes checksums.
 const CSUM: u64 = 1 << 0;
@@ -36,7 +38,7 @@ pub struct Uplink {
     memory: Shared,
     /// Free transmit buffers.
     free: u32,
-    makes_sums: bool,
+    offload_caps: OffloadCaps,
     /// Receive buffers were returned to the device without a notification.
     returned: bool,
 }
@@ -76,7 +78,7 @@ impl Uplink {
             transmit,
             memory,
             free: u32::MAX,
-            makes_sums: features & CSUM != 0,
+            offload_caps: OffloadCaps { sums: features & CSUM != 0, tcp4: false, tcp6: false },
             returned: false,
         };
         (0..FRAMES).for_each(|place| uplink.offer(place));
@@ -122,8 +124,7 @@ impl Uplink {
 
     /// Returns whether the card can send such a frame without software offloads.
     pub fn accepts(&self, length: u64, offload: &Offload) -> bool {
-        let whole = offload.flags & NEEDS_SUM == 0 || self.makes_sums;
-        length <= MAX_FRAME && offload.segments == 0 && whole
+        length <= MAX_FRAME && is_accepted(self.offload_caps, length, offload)
     }
 
     /// Sends a frame that `fill` writes to the shared memory at an offset. Drops it without room.

@@ -18,7 +18,7 @@ use proto::{DONE, REFUSED};
 
 use crate::child::{Child, FOR_GUESTS, Resources, StartError};
 use crate::manager::FIRST_VM;
-use crate::sessions::PERMANENT;
+use crate::sessions::{PERMANENT, connect_peers, warn_of_peer};
 
 /// Distance of aliases: a share, and room to align it as in its owner's memory, so that both use
 /// the same few large pages.
@@ -133,8 +133,12 @@ impl Channels {
                 && channel.doorbell
                 && peer.runs
             {
-                child.give_notification(other, slot::CHANNELS + peer.number as u64)?;
-                other.give_notification(child, slot::CHANNELS + own.number as u64)?;
+                let name = system.vms.get(peer.plan).map(|vm| vm.name);
+                connect_peers(
+                    || other.give_notification(child, slot::CHANNELS + own.number as u64),
+                    || child.give_notification(other, slot::CHANNELS + peer.number as u64),
+                    |error| warn_of_peer(name, error),
+                )?;
             }
             let end = End {
                 side: side as u8,

@@ -65,7 +65,7 @@ impl<'a> Instances<'a> {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use proto::system::{Board, OnReset, Restart, SerialPort};
+    use proto::system::{Board, Device, OnReset, Restart, SerialPort, Server, ServerKind};
 
     pub fn vm(name: &'static str, template: bool) -> Vm<'static> {
         Vm {
@@ -91,6 +91,18 @@ pub mod tests {
             disks: heapless::Vec::new(),
             nets: heapless::Vec::new(),
             devices: heapless::Vec::new(),
+        }
+    }
+
+    pub fn server(name: &'static str) -> Server<'static> {
+        Server {
+            name,
+            kind: ServerKind::Switch,
+            device: Device::None,
+            binary: "net",
+            restart: Restart::OnCrash,
+            priority: 40,
+            cpu_time: None,
         }
     }
 

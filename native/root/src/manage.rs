@@ -7,10 +7,11 @@ use proto::manage::{
     RESTART, RESUME, Refusal, START, STOP, State,
 };
 use proto::start::event;
-use proto::system::{MAX_NAME, MAX_VMS};
+use proto::system::{MAX_NAME, MAX_VMS, System};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
+use crate::instances::Instances;
 use crate::manager::{CHILDREN, EndCause, FIRST_TASK, FIRST_VM, Manager, UNKNOWN};
 
 /// Indices from here on are those of templates.
@@ -47,7 +48,7 @@ impl Manager<'_> {
             return Ok(Message::new(DONE, [number as u64, 0, 0, 0]));
         }
         if label == RESTART
-            && let Some(number) = self.find_server(name)
+            && let Some(number) = server_to_restart(self.system, &self.instances, name)
         {
             self.restart(number)?;
             return done;
@@ -98,10 +99,6 @@ impl Manager<'_> {
             || self.system.vms.iter().any(|vm| vm.template && vm.name == name);
         let found = self.instances.find(name).map(|index| FIRST_VM + index);
         found.ok_or(if exists { Refusal::NoVm } else { Refusal::Unknown })
-    }
-
-    fn find_server(&self, name: &str) -> Option<usize> {
-        self.system.servers.iter().position(|server| server.name == name)
     }
 
     fn restart(&mut self, number: usize) -> Result<(), Refusal> {
@@ -281,6 +278,15 @@ impl Manager<'_> {
     }
 }
 
+/// Returns the server that a restart concerns. If a VM has the same name, the restart concerns the
+/// VM, as every other request does.
+fn server_to_restart(system: &System, instances: &Instances, name: &str) -> Option<usize> {
+    match instances.find(name) {
+        Some(_) => None,
+        None => system.servers.iter().position(|server| server.name == name),
+    }
+}
+
 /// Returns a reply with a serialised struct in the page.
 fn answer(value: &impl Serialize) -> Message {
     let mut buffer = [0; MAX_ENCODED];
@@ -288,4 +294,22 @@ fn answer(value: &impl Serialize) -> Message {
     let bytes = postcard::to_slice(value, &mut buffer).map_or(&[][..], |bytes| bytes);
     let words = Page::current().set_bytes(bytes);
     Message::new(DONE, [bytes.len() as u64, 0, 0, 0]).with_page(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::instances::tests::{server, system, vm};
+
+    #[test]
+    fn a_name_means_the_virtual_machine_in_every_request() {
+        let mut system = system([vm("console", false)]);
+        system.servers.extend(["console", "blk0"].map(server));
+        let mut instances = Instances::new(&system);
+        assert_eq!(server_to_restart(&system, &instances, "console"), None);
+        assert_eq!(server_to_restart(&system, &instances, "blk0"), Some(1));
+        assert_eq!(server_to_restart(&system, &instances, "none"), None);
+        instances.remove(0);
+        assert_eq!(server_to_restart(&system, &instances, "console"), Some(0));
+    }
 }

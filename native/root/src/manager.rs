@@ -1,7 +1,5 @@
 //! Starts the children, serves their gates, and handles their ends.
 
-use core::fmt;
-
 use abi::bundle::Header;
 use abi::{FAULT_LABEL, FOREVER, boot};
 use native_rt::random::Generator;
@@ -17,7 +15,6 @@ use proto::log::{Level, MAX_TEXT};
 use proto::manage::Refusal;
 use proto::start::{Clock, Role, Start, event};
 use proto::system::{MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
-use proto::vtlb::COUNTER_NAMES;
 use proto::{DONE, REFUSED, console};
 
 use crate::alarm::{ALARM, Alarm};
@@ -27,12 +24,15 @@ use crate::directory::Directory;
 use crate::instances::{Instances, Name};
 use crate::lines::LineBudget;
 use crate::memory::Memory;
-use crate::platform::{EXIT_NAMES, Fault};
+use crate::platform::Fault;
 use crate::policy::{Draining, Ended};
-use crate::sessions::Sessions;
+use crate::sessions::{PERMANENT, Sessions};
 use crate::{leave, lines, pass_through, platform, policy};
 
 mod launch;
+mod statistics;
+
+use statistics::{Counts, VtlbCounts};
 
 /// Slot of root's notification.
 pub const NOTIFICATION: u64 = boot::slot::FREE;
@@ -63,6 +63,8 @@ pub(crate) struct Record {
     pub restart: u64,
     /// Restarts since it was last healthy.
     restarts: u32,
+    /// Failed starts since it last started.
+    failed_starts: u32,
     /// Total number of restarts.
     pub all_restarts: u32,
     /// An operator has ended it: it is not restarted.
@@ -82,6 +84,7 @@ pub(crate) const UNKNOWN: Record = Record {
     ended: None,
     restart: FOREVER,
     restarts: 0,
+    failed_starts: 0,
     all_restarts: 0,
     hold: false,
     paused: false,
@@ -229,9 +232,11 @@ impl<'a> Manager<'a> {
 
     // ---- starting ----------------------------------------------------------------------------
 
-    /// Starts a child if the description has it. A failure counts as its end.
+    /// Starts a child if the description has it. A failure counts as its end, and that of a restart
+    /// as a crash, until too many have failed in a row.
     pub(crate) fn start(&mut self, number: usize) {
         let record = &mut self.records[number];
+        let is_restart = record.restart != FOREVER;
         (record.restart, record.hold, record.paused) = (FOREVER, false, false);
         let started = match number {
             FIRST_VM.. => {
@@ -248,6 +253,7 @@ impl<'a> Manager<'a> {
             Some(Ok(child)) => {
                 let memory = (child.bytes + child.shared) >> 10;
                 self.children[number] = Some(child);
+                self.records[number].failed_starts = 0;
                 self.channels.started(number, &self.children);
                 info!("{} {} started, {memory} KiB", Self::kind(number), self.name(number));
                 self.connect_clients(number);
@@ -255,10 +261,16 @@ impl<'a> Manager<'a> {
             Some(Err(error)) => {
                 let (kind, name) = (Self::kind(number), self.name(number));
                 error!("cannot start {kind} {name}: {error}");
-                self.records[number].ended = Some(code::BAD_CONFIG);
+                let record = &mut self.records[number];
+                record.ended = Some(code::BAD_CONFIG);
+                record.failed_starts = record.failed_starts.saturating_add(1);
+                let failures = record.failed_starts;
                 self.resources.memory.free_all(number);
                 self.remove_name(number);
-                self.wake_clients(number);
+                let again = is_restart && policy::repeats_start(self.policy(number), failures);
+                if !(again && self.schedule_restart(number, 0, code::INTERNAL)) {
+                    self.wake_clients(number);
+                }
             }
         }
     }
@@ -296,7 +308,7 @@ impl<'a> Manager<'a> {
         match done {
             Ok(()) => Ok(child),
             Err(error) => {
-                self.destroy_child(config.number, child);
+                self.destroy_child(config.number, child, false);
                 Err(error)
             }
         }
@@ -304,7 +316,8 @@ impl<'a> Manager<'a> {
 
     /// Destroys a child that has ended or failed to start, and removes all references to it: its
     /// device loses access, no peer regards it as running, and root writes to none of its memory.
-    fn destroy_child(&mut self, number: usize, child: Child) {
+    /// `has_run`: it may have started its devices.
+    fn destroy_child(&mut self, number: usize, child: Child, has_run: bool) {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
         }
@@ -312,7 +325,11 @@ impl<'a> Manager<'a> {
         // answers, and report success to its clients.
         child.stop();
         if let Some(vm) = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index)) {
-            pass_through::vm_ended(self.resources.boot, &vm.plan.devices);
+            let all_stopped = pass_through::vm_ended(self.resources.boot, &vm.plan.devices);
+            if has_run && !all_stopped {
+                error!("vm {}: its memory stays unused, as a device may access it", vm.name);
+                self.resources.memory.transfer(number, PERMANENT);
+            }
         }
         if let Some(server) = self.system.servers.get(number) {
             self.sessions.server_ended(self.resources.boot, number, server);
@@ -504,7 +521,7 @@ impl<'a> Manager<'a> {
         let lived = time::tsc().saturating_sub(child.created_at);
         let (bytes, shared) = (child.bytes, child.shared);
         let pages = pages_used();
-        self.destroy_child(number, child);
+        self.destroy_child(number, child, true);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
         if let EndCause::Exited(_, statistics) = end
             && number >= FIRST_VM
@@ -519,22 +536,36 @@ impl<'a> Manager<'a> {
         self.records[number].ended = Some(code);
         self.remove_name(number);
 
-        let server = self.system.servers.get(number).map(|server| server.restart);
-        let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
-        let policy = server.or(vm.map(|vm| vm.plan.restart)).unwrap_or(Restart::Never);
-        let again = policy::starts_again(policy, code) && !self.records[number].hold;
-        if again && self.alarm.is_some() && self.phase == Phase::Running {
-            let record = &mut self.records[number];
-            let lived = time::nanos(self.clock.tsc_khz, lived);
-            let (delay, restarts) = policy::next_restart(record.restarts, lived, code);
-            record.restarts = restarts;
-            record.all_restarts = record.all_restarts.saturating_add(1);
-            record.restart = time::after(&self.clock, delay);
-            info!("{kind} {name} restarts in {} ms", delay / 1_000_000);
-        } else if self.records[number].restart == FOREVER {
+        let again = policy::starts_again(self.policy(number), code) && !self.records[number].hold;
+        let lived = time::nanos(self.clock.tsc_khz, lived);
+        if !(again && self.schedule_restart(number, lived, code))
+            && self.records[number].restart == FOREVER
+        {
             self.wake_clients(number);
         }
         self.advance();
+    }
+
+    /// Returns the condition of a child's restart in the description.
+    fn policy(&self, number: usize) -> Restart {
+        let server = self.system.servers.get(number).map(|server| server.restart);
+        let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
+        server.or(vm.map(|vm| vm.plan.restart)).unwrap_or(Restart::Never)
+    }
+
+    /// Schedules the restart of a child that lived `lived` ns and ended with this code. Returns
+    /// `false` if root cannot restart children, or the system ends.
+    fn schedule_restart(&mut self, number: usize, lived: u64, code: u64) -> bool {
+        if self.alarm.is_none() || self.phase != Phase::Running {
+            return false;
+        }
+        let record = &mut self.records[number];
+        let (delay, restarts) = policy::next_restart(record.restarts, lived, code);
+        record.restarts = restarts;
+        record.all_restarts = record.all_restarts.saturating_add(1);
+        record.restart = time::after(&self.clock, delay);
+        info!("{} {} restarts in {} ms", Self::kind(number), self.name(number), delay / 1_000_000);
+        true
     }
 
     fn is_over(&self, number: usize) -> bool {
@@ -627,42 +658,6 @@ fn create_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
 /// Returns the pages of kernel memory in use.
 pub(crate) fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
-}
-
-/// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it
-/// shared.
-struct Counts<'s>(&'s VmmStatistics, u64, u64);
-
-impl fmt::Display for Counts<'_> {
-    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
-        let Self(statistics, bytes, shared) = self;
-        write!(to, "entries={} settled={}", statistics.entries, statistics.handled_in_kernel)?;
-        write!(to, " bytes={bytes} shared={shared}")?;
-        let [direct, elsewhere] = statistics.server_events;
-        if direct + elsewhere != 0 {
-            write!(to, " server_events={direct} server_events_elsewhere={elsewhere}")?;
-        }
-        for (name, count) in
-            EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)
-        {
-            write!(to, " {name}={count}")?;
-        }
-        Ok(())
-    }
-}
-
-/// Counters of a VM's vTLB as `name=value`.
-struct VtlbCounts<'s>(&'s VmmStatistics);
-
-impl fmt::Display for VtlbCounts<'_> {
-    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
-        let counters = COUNTER_NAMES.iter().zip(self.0.vtlb);
-        for (index, (name, count)) in counters.enumerate() {
-            let space = if index == 0 { "" } else { " " };
-            write!(to, "{space}{name}={count}")?;
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]

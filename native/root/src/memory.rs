@@ -127,6 +127,12 @@ impl Memory {
         Some(Vec::from_iter([whole]))
     }
 
+    /// Gives all memory of `owner` to `other`.
+    pub fn transfer(&mut self, owner: usize, other: usize) {
+        let pieces = self.pieces.iter_mut().filter(|piece| piece.owner == owner);
+        pieces.for_each(|piece| piece.owner = other);
+    }
+
     /// Frees all memory of `owner` and revokes its delegations.
     pub fn free_all(&mut self, owner: usize) {
         while let Some(index) = self.pieces.iter().position(|piece| piece.owner == owner) {

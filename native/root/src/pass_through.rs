@@ -7,7 +7,8 @@
 //! * A virtio device accesses all memory of the machine, as there is no IOMMU for it: its guest is
 //!   trusted by the description. A UART accesses none.
 //! * Before the memory of an ended VM is used again, the registers of its devices are revoked, and
-//!   then the devices reset: no vCPU can start them again.
+//!   then the devices reset: no vCPU can start them again. The memory stays unused for ever if a
+//!   device does not complete its reset.
 
 use heapless::Vec;
 use hw_tables::virtio_mmio;
@@ -68,16 +69,52 @@ pub fn connect(
     Ok(all)
 }
 
-/// Handles the end of a VM with devices, before its memory is used again.
-pub fn vm_ended(boot: &Boot, devices: &[Device]) {
+/// Handles the end of a VM with devices, before its memory is used again. Returns `false` if a
+/// device may still access it.
+pub fn vm_ended(boot: &Boot, devices: &[Device]) -> bool {
+    let mut all_stopped = true;
     for &device in devices {
-        let Ok((kind, place)) = find(boot, device) else { continue };
+        let Ok((kind, place)) = find(boot, device) else {
+            all_stopped = false;
+            continue;
+        };
         // It fails only if nothing was delegated.
         let _ = boot.device_pages(place.base, length(kind)).map(native_rt::Window::revoke);
         if reset(boot, kind, &place) {
             native_rt::info!("device at {:#x} is reset", place.base);
         } else {
             native_rt::error!("cannot reset the device at {:#x}", place.base);
+            all_stopped = false;
         }
+    }
+    all_stopped
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::boot::{BootInfo, MAX_REGIONS, Region};
+    use proto::system::VirtioClass;
+
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_found_counts_as_running() {
+        static MACHINE_WITHOUT_DEVICES: BootInfo = BootInfo {
+            magic: 0,
+            abi_version: 0,
+            cpus: 1,
+            tsc_khz: 0,
+            rsdp: 0,
+            quota_pages: 0,
+            features: 0,
+            xcr0_mask: 0,
+            bundle_base: 0,
+            bundle_length: 0,
+            region_count: 0,
+            regions: [Region { base: 0, length: 0, kind: 0, reserved: 0 }; MAX_REGIONS],
+        };
+        let boot = Boot { info: &MACHINE_WITHOUT_DEVICES, bundle: &[] };
+        assert!(!vm_ended(&boot, &[Device::Mmio(VirtioClass::Block, 0)]));
+        assert!(vm_ended(&boot, &[]));
     }
 }

@@ -8,6 +8,8 @@ const FIRST_DELAY: u64 = 100_000_000;
 const MAX_DOUBLINGS: u32 = 7;
 /// A child that lived this long, in ns, counts as healthy: its end has a new cause.
 const HEALTHY: u64 = 30_000_000_000;
+/// Number of failed starts in a row after which a child is not restarted.
+const MAX_FAILED_STARTS: u32 = 5;
 
 /// Returns whether a child that ended with this code is restarted.
 pub fn starts_again(policy: Restart, code: u64) -> bool {
@@ -16,6 +18,12 @@ pub fn starts_again(policy: Restart, code: u64) -> bool {
         Restart::OnCrash => code >= code::INTERNAL,
         Restart::Always => true,
     }
+}
+
+/// Returns whether a restart is repeated after `failures` failed starts in a row. The cause may
+/// pass, such as a lack of memory, or not, such as a device that does not stop.
+pub fn repeats_start(policy: Restart, failures: u32) -> bool {
+    failures < MAX_FAILED_STARTS && starts_again(policy, code::INTERNAL)
 }
 
 /// Returns the delay of the next start in ns, and the new number of restarts, for a child that
@@ -125,6 +133,14 @@ mod tests {
         assert!(!starts_again(Restart::OnCrash, 63), "the guest's own code is no crash");
         assert!(starts_again(Restart::Always, code::OK));
         assert!(!starts_again(Restart::Never, code::INTERNAL));
+    }
+
+    #[test]
+    fn a_start_that_always_fails_is_the_end() {
+        let starts = |policy| (1..100).take_while(|&count| repeats_start(policy, count)).count();
+        assert_eq!(starts(Restart::Always), 4);
+        assert_eq!(starts(Restart::OnCrash), 4);
+        assert_eq!(starts(Restart::Never), 0);
     }
 
     #[test]

@@ -31,7 +31,7 @@ use crate::mmio;
 use crate::pci::{Bar, Function, Pci};
 
 /// Maximum number of sessions in a system.
-const MAX_ALL: usize = 64;
+const MAX_ALL: usize = MAX_SERVERS * MAX_SESSIONS;
 /// DMA memory of a server, in pages: queues, commands and tables; for a switch, frames too.
 const DISK_PAGES: u64 = 32;
 const SWITCH_PAGES: u64 = 34;
@@ -118,9 +118,9 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Creates the sessions of the description. Ignores those beyond the limits, which `parador
-    /// system check` rejects.
-    pub fn new(system: &System, boot: &Boot, memory: &mut Memory) -> Self {
+    /// Returns the sessions of the description. Ignores those beyond the limits of a client or
+    /// server, which `parador system check` rejects.
+    fn described(system: &System) -> Vec<Session, MAX_ALL> {
         let mut sessions: Vec<Session, MAX_ALL> = Vec::new();
         // Templates have none, and VMs are numbered without them at first.
         let started = system.vms.iter().enumerate().filter(|(_, vm)| !vm.template);
@@ -134,7 +134,7 @@ impl Sessions {
                 let server = usize::from(server);
                 let of_server = sessions.iter().filter(|session| session.server == server).count();
                 if of_server < MAX_SESSIONS && of_client < MAX_SESSIONS {
-                    // As above.
+                    // The limits of all servers together are `MAX_ALL`.
                     let _ = sessions.push(Session {
                         service,
                         server,
@@ -148,11 +148,16 @@ impl Sessions {
                 }
             }
         }
+        sessions
+    }
+
+    /// Creates the sessions of the description, and enables the IOMMU.
+    pub fn new(system: &System, boot: &Boot, memory: &mut Memory) -> Self {
         if let Some(pci) = Pci::find(boot) {
             pci.assign();
         }
         let iommu = Iommu::new(boot, memory, PERMANENT);
-        Self { sessions, dma: [None; MAX_SERVERS], iommu }
+        Self { sessions: Self::described(system), dma: [None; MAX_SERVERS], iommu }
     }
 
     /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
@@ -194,8 +199,15 @@ impl Sessions {
             let address = SESSIONS + own as u64 * SESSION_STRIDE;
             child.add_window(RangeKind::Session, memory, address, physical(memory))?;
             if let Some(other) = other {
-                child.give_session_notifications(other, there)?;
-                other.give_session_notifications(child, own)?;
+                let peer = match vm {
+                    Some(_) => system.servers.get(session.server).map(|server| server.name),
+                    None => system.vms.get(session.plan).map(|vm| vm.name),
+                };
+                connect_peers(
+                    || other.give_session_notifications(child, own),
+                    || child.give_session_notifications(other, there),
+                    |error| warn_of_peer(peer, error),
+                )?;
             }
         }
         Ok(())
@@ -421,6 +433,31 @@ impl Sessions {
     }
 }
 
+/// Lets a starting child and a running peer signal each other: `to_child` and `to_peer` delegate
+/// the notifications. Only a failure of `to_child` is the child's. A failure of `to_peer` is passed
+/// to `lost`: the peer can cause it, as it may occupy its own slots and use up its own quota, and
+/// must not keep a server from starting that others use.
+pub fn connect_peers(
+    to_child: impl FnOnce() -> Result<(), StartError>,
+    to_peer: impl FnOnce() -> Result<(), StartError>,
+    lost: impl FnOnce(StartError),
+) -> Result<(), StartError> {
+    to_child()?;
+    if let Err(error) = to_peer() {
+        lost(error);
+    }
+    Ok(())
+}
+
+/// Logs that a peer of a starting child cannot signal it.
+pub fn warn_of_peer(peer: Option<&str>, error: StartError) {
+    let peer = peer.unwrap_or("?");
+    native_rt::warn!(
+        "{peer} cannot signal a child that starts, as it occupies the slot or has used up its \
+         quota: {error}; restart {peer}"
+    );
+}
+
 /// Delegates a virtio device over MMIO to a server: registers and interrupt.
 fn add_transport(
     child: &mut Child,
@@ -482,6 +519,9 @@ fn add_bar(
 
 #[cfg(test)]
 mod tests {
+    use proto::service::DiskRange;
+    use proto::system::{VmDisk, VmNet};
+
     use super::*;
     use crate::instances::tests::{system, vm};
 
@@ -490,6 +530,38 @@ mod tests {
         let text = of_line(StartError::Kernel(Status::Busy)).to_string();
         assert!(text.starts_with("another server has the device's interrupt line"), "{text}");
         assert_eq!(of_line(StartError::Kernel(Status::NoQuota)).to_string(), "Kernel(NoQuota)");
+    }
+
+    #[test]
+    fn a_peer_that_refuses_a_capability_harms_itself_only() {
+        let busy = StartError::Kernel(Status::Busy);
+        let connect = |own: Result<(), StartError>, peers: Result<(), StartError>| {
+            let mut lost = None;
+            let outcome = connect_peers(|| own, || peers, |error| lost = Some(error));
+            (outcome, lost)
+        };
+        assert_eq!(connect(Ok(()), Ok(())), (Ok(()), None));
+        assert_eq!(connect(Ok(()), Err(busy)), (Ok(()), Some(busy)), "the server starts");
+        assert_eq!(connect(Err(busy), Ok(())), (Err(busy), None));
+    }
+
+    #[test]
+    fn all_servers_can_have_all_their_sessions() {
+        let mut vms: [_; MAX_VMS] = core::array::from_fn(|_| vm("guest", false));
+        for vm in &mut vms {
+            vm.disks.extend((0..4).map(|server| VmDisk {
+                server,
+                part: DiskRange::WHOLE,
+                read_only: false,
+            }));
+            vm.nets.extend((4..8).map(|server| VmNet { server, mac: [2; 6], group: 0, rate: 0 }));
+        }
+        let sessions = Sessions::described(&system(vms));
+        assert_eq!(sessions.len(), MAX_SERVERS * MAX_SESSIONS);
+        for (server, of_server) in [(0, 0), (MAX_SERVERS - 1, MAX_SESSIONS - 1)] {
+            let is = |it: &&Session| it.server == server && it.of_server == of_server;
+            assert_eq!(sessions.iter().filter(is).count(), 1);
+        }
     }
 
     #[test]

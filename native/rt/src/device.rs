@@ -10,6 +10,9 @@ use proto::start::{PassThroughKind, Range, RangeKind, Start};
 
 use crate::memory::Window;
 
+/// Maximum number of reads until a device has stopped.
+const STOP_READS: u32 = 100_000;
+
 /// Registers of a device in memory. Each access is one load or store of exactly the given size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceRegisters {
@@ -72,7 +75,7 @@ impl DeviceRegisters {
             PassThroughKind::Pl011 => pl011::INTERRUPT_MASK as u64,
         };
         self.write32(register, 0);
-        self.read32(register) == 0
+        becomes_zero(|| self.read32(register))
     }
 
     fn address(self, offset: u64, size: u64) -> Option<usize> {
@@ -86,6 +89,12 @@ impl DeviceRegisters {
         read32 write32 u32;
         read64 write64 u64;
     }
+}
+
+/// Returns whether a register reads as 0 within [`STOP_READS`] reads: a virtio device may take time
+/// for its reset, and shows its completion there (virtio 1.2, section 2.4.1).
+fn becomes_zero(mut read: impl FnMut() -> u32) -> bool {
+    (0..STOP_READS).any(|_| read() == 0)
 }
 
 /// A contiguous range of memory that another task or a device accesses concurrently.
@@ -208,5 +217,20 @@ mod tests {
         assert!(registers.part(8, 25).is_none());
         assert!(registers.part(4, 8).is_none());
         assert!(registers.part(u64::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn a_device_has_time_to_stop() {
+        let reads_until_zero = |count: u32| {
+            let mut left = count;
+            move || {
+                left = left.saturating_sub(1);
+                left
+            }
+        };
+        for (count, expected) in [(1, true), (2, true), (STOP_READS, true), (STOP_READS + 1, false)]
+        {
+            assert_eq!(becomes_zero(reads_until_zero(count)), expected, "{count}");
+        }
     }
 }

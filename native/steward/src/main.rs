@@ -37,6 +37,13 @@ const SHUTDOWN_SECONDS: u32 = 20;
 
 type Name = heapless::String<MAX_NAME>;
 
+/// A VM of root's list.
+struct Listed {
+    number: u32,
+    name: Name,
+    state: State,
+}
+
 #[cfg(not(test))]
 native_rt::entry!(main);
 
@@ -239,42 +246,39 @@ impl Shell {
         Ok(())
     }
 
-    /// Returns the running VMs: number and name.
-    fn alive(&self) -> Result<heapless::Vec<(u32, Name), MAX_VMS>, Refusal> {
-        let mut alive = heapless::Vec::new();
+    /// Returns the VMs in a state that `wanted` accepts.
+    fn vms(
+        &self,
+        wanted: impl Fn(State) -> bool,
+    ) -> Result<heapless::Vec<Listed, MAX_VMS>, Refusal> {
+        let mut vms = heapless::Vec::new();
         self.root.list(|entry| {
-            if entry.kind == Kind::Vm && matches!(entry.state, State::Running | State::Paused) {
+            if entry.kind == Kind::Vm && wanted(entry.state) {
                 let name = entry.name.try_into().unwrap_or_default();
                 // There are at most `MAX_VMS`.
-                let _ = alive.push((entry.number, name));
+                let _ = vms.push(Listed { number: entry.number, name, state: entry.state });
             }
         })?;
-        Ok(alive)
+        Ok(vms)
     }
 
-    /// Waits; returns `false` if the operator pressed a key.
+    /// Waits; returns `false` if an event arrived, such as a key. It stays pending.
     fn sleep(&mut self, nanos: u64) -> bool {
-        let until = time::after(&self.clock, nanos);
-        while time::tsc() < until {
-            if self.screen.wait(until) != 0 {
-                return false;
-            }
-        }
-        true
+        !self.screen.has_event(time::after(&self.clock, nanos))
     }
 
     /// Requests reports of VMs and returns their figures.
-    fn figures(&mut self, of: &[(u32, Name)]) -> Option<heapless::Vec<Option<Figures>, MAX_VMS>> {
-        for (number, _) in of {
+    fn figures(&mut self, of: &[Listed]) -> Option<heapless::Vec<Option<Figures>, MAX_VMS>> {
+        for vm in of {
             // This call triggers a report. A VM that has ended has no figures below.
-            let _ = self.root.figures(*number);
+            let _ = self.root.figures(vm.number);
         }
         let mut figures = heapless::Vec::new();
         for _ in 0..REPORT_TURNS {
             if !self.sleep(REPORT_TIME) {
                 return None;
             }
-            figures = of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect();
+            figures = of.iter().map(|vm| self.root.figures(vm.number).ok()).collect();
             // On a loaded machine the first report takes longer.
             if figures.iter().flatten().all(|figures: &Figures| figures.lived != 0) {
                 break;
@@ -285,7 +289,7 @@ impl Shell {
 
     fn top(&mut self, rounds: &str) -> Result<(), Refusal> {
         let rounds: u32 = rounds.parse().unwrap_or(1);
-        let vms = self.alive()?;
+        let vms = self.vms(is_alive)?;
         let Some(mut before) = self.figures(&vms) else { return Ok(()) };
         for _ in 0..rounds {
             if !self.sleep(SECOND) {
@@ -295,7 +299,7 @@ impl Shell {
             self.print(format_args!("{}", table::TOP_HEAD));
             let Self { root, screen, .. } = self;
             root.list(|entry| {
-                let index = vms.iter().position(|(number, _)| *number == entry.number);
+                let index = vms.iter().position(|vm| vm.number == entry.number);
                 let both = index.and_then(|index| Some((before[index]?, now[index]?)));
                 if let Some((before, now)) = both {
                     let _ = table::figures(entry, &before, &now, screen);
@@ -307,33 +311,99 @@ impl Shell {
         Ok(())
     }
 
+    /// Ends all VMs. If root orders the shell to end meanwhile, it limits the time itself.
     fn shutdown(&mut self) {
+        // Numbers of the VMs whose VMM has got the request.
+        let mut requested = heapless::Vec::<u32, MAX_VMS>::new();
         for round in 0..=SHUTDOWN_SECONDS {
-            let alive = self.alive().unwrap_or_default();
-            if alive.is_empty() {
+            let vms = self.vms(|state| is_alive(state) || state == State::Waiting);
+            let vms = vms.unwrap_or_default();
+            if vms.is_empty() {
                 break;
             }
-            for (_, name) in &alive {
-                let _ = match round {
-                    0 => {
-                        self.print(format_args!("{name}: shutdown requested"));
-                        // A VM that has just ended needs no request.
-                        let _ = self.root.request(manage::RESUME, name, "");
-                        self.root.request(manage::STOP, name, "")
+            for Listed { number, name, state } in &vms {
+                let step = ShutdownStep::of(*state, round, requested.contains(number));
+                let label = match step {
+                    None => continue,
+                    Some(ShutdownStep::CancelRestart) => {
+                        self.print(format_args!("{name}: restart cancelled"));
+                        manage::KILL
                     }
-                    SHUTDOWN_SECONDS => {
+                    Some(ShutdownStep::Request) => {
+                        self.print(format_args!("{name}: shutdown requested"));
+                        // Paused, it would not see the request.
+                        let _ = self.root.request(manage::RESUME, name, "");
+                        manage::STOP
+                    }
+                    Some(ShutdownStep::Kill) => {
                         self.print(format_args!(
                             "{name}: no shutdown within {SHUTDOWN_SECONDS} s, killed"
                         ));
-                        self.root.request(manage::KILL, name, "")
+                        manage::KILL
                     }
-                    _ => Ok(()),
                 };
+                // A VM that has just ended needs none, unless it restarts.
+                let is_accepted = self.root.request(label, name, "").is_ok();
+                if is_accepted && step == Some(ShutdownStep::Request) {
+                    // There are at most `MAX_VMS`, each once.
+                    let _ = requested.push(*number);
+                }
             }
             if round < SHUTDOWN_SECONDS {
-                self.sleep(SECOND);
+                self.screen.pause(time::after(&self.clock, SECOND));
             }
         }
         self.print(format_args!("the operator shell ends"));
+    }
+}
+
+/// Returns whether a VM in this state has a VMM.
+fn is_alive(state: State) -> bool {
+    matches!(state, State::Running | State::Paused)
+}
+
+/// Action of a shutdown on a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ShutdownStep {
+    CancelRestart,
+    Request,
+    Kill,
+}
+
+impl ShutdownStep {
+    /// Returns the action on a VM in this state in round `round`, if any. `is_requested`: a request
+    /// has been accepted. One in the first round is refused if the VM has just ended; it may wait
+    /// for its restart or run again in a later round.
+    fn of(state: State, round: u32, is_requested: bool) -> Option<Self> {
+        match (state, round) {
+            (State::Waiting, _) => Some(Self::CancelRestart),
+            (State::Running | State::Paused, SHUTDOWN_SECONDS) => Some(Self::Kill),
+            (State::Running | State::Paused, _) if !is_requested => Some(Self::Request),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shutdown_leaves_no_vm_that_restarts() {
+        let steps = |state, is_requested| {
+            [0, 1, SHUTDOWN_SECONDS].map(|round| ShutdownStep::of(state, round, is_requested))
+        };
+        let kill = Some(ShutdownStep::Kill);
+        for state in [State::Running, State::Paused] {
+            let request = Some(ShutdownStep::Request);
+            assert_eq!(steps(state, false), [request, request, kill], "refused, then restarted");
+            assert_eq!(steps(state, true), [None, None, kill]);
+        }
+        for is_requested in [false, true] {
+            let steps = |state| steps(state, is_requested);
+            assert_eq!(steps(State::Waiting), [Some(ShutdownStep::CancelRestart); 3]);
+            assert_eq!(steps(State::New), [None; 3]);
+            assert_eq!(steps(State::Ended(0)), [None; 3]);
+        }
     }
 }

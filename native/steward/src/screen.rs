@@ -11,13 +11,39 @@ use proto::DONE;
 use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{event, slot};
 
+/// Events that have arrived and that the shell has not handled yet. Losing one is fatal: the server
+/// signals no further key before the shell has read the first.
+struct PendingEvents(u64);
+
+impl PendingEvents {
+    /// Takes the pending events, or those that `wait` returns.
+    fn take(&mut self, wait: impl FnOnce() -> u64) -> u64 {
+        match core::mem::take(&mut self.0) {
+            0 => wait(),
+            pending => pending,
+        }
+    }
+
+    /// Returns whether events are pending or `wait` returns some. All of them stay pending.
+    fn has_any(&mut self, wait: impl FnOnce() -> u64) -> bool {
+        self.0 = self.take(wait);
+        self.0 != 0
+    }
+
+    /// Adds all events that `wait` returns, until its timeout.
+    fn collect(&mut self, wait: impl FnMut() -> u64) {
+        self.0 = core::iter::repeat_with(wait)
+            .take_while(|&events| events != 0)
+            .fold(self.0, |pending, events| pending | events);
+    }
+}
+
 /// Console session.
 pub struct Screen {
     gate: Gate,
     notification: Notification,
     output: heapless::Vec<u8, MAX_BYTES>,
-    /// Events that arrived during a wait for other events.
-    events: u64,
+    events: PendingEvents,
     /// The server has ended and will not restart.
     gone: bool,
 }
@@ -29,7 +55,7 @@ impl Screen {
             gate: Gate::at(slot::DEVICE),
             notification: Notification::at(slot::NOTIFICATION),
             output: heapless::Vec::new(),
-            events: event::CONSOLE,
+            events: PendingEvents(event::CONSOLE),
             gone: false,
         };
         screen.connect()?;
@@ -50,18 +76,31 @@ impl Screen {
         while events & NEWS == 0 {
             events |= self.notification.wait(FOREVER).unwrap_or(event::STOP);
         }
-        self.events |= events;
+        self.events.0 |= events;
         self.gone = events & event::STOP != 0 || self.connect().is_err();
     }
 
     /// Waits for events until `deadline`, a TSC value; returns 0 on a timeout.
     pub fn wait(&mut self, deadline: u64) -> u64 {
         self.flush();
-        let earlier = core::mem::take(&mut self.events);
-        if earlier != 0 {
-            return earlier;
-        }
-        self.notification.wait(deadline).unwrap_or(0)
+        let notification = self.notification;
+        self.events.take(|| notification.wait(deadline).unwrap_or(0))
+    }
+
+    /// Waits until `deadline`, a TSC value, or until an event arrives, which the next
+    /// [`wait`](Self::wait) returns; returns `false` on a timeout.
+    pub fn has_event(&mut self, deadline: u64) -> bool {
+        self.flush();
+        let notification = self.notification;
+        self.events.has_any(|| notification.wait(deadline).unwrap_or(0))
+    }
+
+    /// Waits until `deadline`, a TSC value, whatever events arrive. The next [`wait`](Self::wait)
+    /// returns them.
+    pub fn pause(&mut self, deadline: u64) {
+        self.flush();
+        let notification = self.notification;
+        self.events.collect(|| notification.wait(deadline).unwrap_or(0));
     }
 
     /// Returns whether the server has ended permanently.
@@ -95,7 +134,7 @@ impl Screen {
                     sent += (answer.words[0] as usize).min(rest.len());
                     if sent < self.output.len() {
                         // Room, or input that is read later.
-                        self.events |= self.notification.wait(FOREVER).unwrap_or(0);
+                        self.events.0 |= self.notification.wait(FOREVER).unwrap_or(0);
                     }
                 }
                 // Output that the last server accepted but did not show is lost.
@@ -116,5 +155,29 @@ impl fmt::Write for Screen {
             let _ = self.output.push(byte);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_stays_until_it_is_handled() {
+        let mut events = PendingEvents(0);
+        assert!(!events.has_any(|| 0), "a timeout");
+        assert!(events.has_any(|| event::CONSOLE), "a key ends the wait");
+        assert!(events.has_any(|| panic!("an event is pending")));
+        assert_eq!(events.take(|| panic!("an event is pending")), event::CONSOLE);
+        assert_eq!(events.take(|| 0), 0);
+    }
+
+    #[test]
+    fn a_pause_lasts_whatever_events_arrive() {
+        let mut events = PendingEvents(event::CONSOLE);
+        let mut arriving = [event::CONSOLE, event::STOP, event::CONSOLE, 0].into_iter();
+        events.collect(|| arriving.next().unwrap());
+        assert_eq!(arriving.next(), None, "it has waited to its end");
+        assert_eq!(events.take(|| 0), event::CONSOLE | event::STOP);
     }
 }

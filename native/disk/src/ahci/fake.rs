@@ -16,10 +16,14 @@ pub struct FakeConfig {
     pub number: u32,
     /// NCQ is supported.
     pub queues: bool,
+    /// 64-bit addresses are supported.
+    pub wide: bool,
     /// Word of the identity about the size of sectors.
     pub sector_size: u16,
     /// Sectors that cannot be read or written.
     pub bad: BTreeSet<u64>,
+    /// Flushes fail.
+    pub fails_flush: bool,
     /// The device clears the bit of a failed plain command, as for a successful one.
     pub clears_failed: bool,
     /// A command that fails leaves the disk busy.
@@ -40,8 +44,10 @@ impl Default for FakeConfig {
         Self {
             number: 2,
             queues: true,
+            wide: true,
             sector_size: 0,
             bad: BTreeSet::new(),
+            fails_flush: false,
             clears_failed: false,
             stays_busy: false,
             off: None,
@@ -156,8 +162,12 @@ impl<'m> Fake<'m> {
         let bit = 1 << slot;
         let queued = state.queued & bit != 0;
         let (command, sector) = self.fis(slot);
-        if matches!(command, ata::FLUSH | ata::MANAGE_DATA) || !self.config().bad.contains(&sector)
-        {
+        let is_good = match command {
+            ata::FLUSH => !self.config().fails_flush,
+            ata::MANAGE_DATA => true,
+            _ => !self.config().bad.contains(&sector),
+        };
+        if is_good {
             state.done.push((command, sector));
             state.issue &= !bit;
             state.queued &= !bit;
@@ -289,7 +299,10 @@ impl Controller for &Fake<'_> {
         self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {
             return match register {
-                host::CAPABILITIES => 0x1f << 8 | u32::from(self.config().queues) << 30,
+                host::CAPABILITIES => {
+                    let FakeConfig { queues, wide, .. } = *self.config();
+                    0x1f << 8 | u32::from(queues) << 30 | u32::from(wide) << 31
+                }
                 host::CONTROL => state.control | u32::from(state.now < state.reset_until),
                 host::PORTS => 0b111111,
                 _ => 0,

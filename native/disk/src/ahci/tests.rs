@@ -1,16 +1,19 @@
 //! The driver with a failing controller.
 
 use proptest::prelude::*;
+use proto::disk::{BUFFER, Client, DATA, Session};
+use proto::service::{DiskClient, DiskRange};
 
 use super::fake::{Fake, FakeConfig, PHYSICAL, memory};
 use super::*;
+use crate::server::{BlockServer, Extent, info};
 
 fn new<'m>(
     fake: &'m Fake<'m>,
     memory: &'m [AtomicU64],
     port: Option<u8>,
 ) -> Result<AhciDisk<'m, &'m Fake<'m>>, AhciError> {
-    AhciDisk::new(fake, port, memory, PHYSICAL)
+    AhciDisk::new(fake, port, memory, PHYSICAL, PHYSICAL + BYTES)
 }
 
 fn command(operation: Operation, sector: u64) -> Command {
@@ -27,6 +30,21 @@ fn a_disk_is_set_up() {
     assert!(new(&fake, &memory, Some(1)).is_err_and(|error| error == AhciError::NoDisk));
     assert!(new(&fake, &memory, Some(9)).is_err_and(|error| error == AhciError::NoDisk));
     assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
+}
+
+/// A controller without 64-bit addresses would use the memory 4 GiB below.
+#[test]
+fn memory_is_where_the_controller_can_access_it() {
+    let outcome = |wide, end| {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig { wide, ..FakeConfig::default() }, &memory);
+        AhciDisk::new(&fake, None, &memory, 1 << 20, end).map(drop)
+    };
+    assert_eq!(outcome(true, u64::MAX), Ok(()));
+    assert_eq!(outcome(false, 1 << 32), Ok(()));
+    assert_eq!(outcome(false, (1 << 32) + 1), Err(AhciError::Narrow((1 << 32) + 1)));
+    let text = AhciError::Narrow(0x1_0000_1000).to_string();
+    assert!(text.contains("memory for it ends at 0x100001000: use another controller"), "{text}");
 }
 
 #[test]
@@ -176,6 +194,45 @@ fn a_port_that_hangs_is_the_end() {
         fake.end_one();
         assert_eq!(disk.completed(), Err(DeviceError(message)));
     }
+}
+
+/// A flush fails, and so does the recovery: the server ends. The disk has no error to report to the
+/// next server.
+#[test]
+fn a_flush_that_fails_with_the_controller_fails_in_the_next_server() {
+    const LENGTH: u64 = DATA + BUFFER;
+    let session: Vec<_> = (0..LENGTH / 8).map(|_| AtomicU64::new(0)).collect();
+    let uninformed = AtomicU64::new(0);
+    let mut client = Client::new(&session, LENGTH).unwrap();
+    // Runs a server until the client has `count` results, or it ends.
+    let mut run = |later: FakeConfig, count: usize| {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig::default(), &memory);
+        let mut server = BlockServer::new(new(&fake, &memory, None).unwrap(), &uninformed);
+        fake.change(later);
+        let extent = Extent { first: 0, sectors: 4096 };
+        let plan = DiskClient { part: DiskRange::WHOLE, read_only: false, signal: 1 };
+        let info = info(&plan, &extent, &server.disk().geometry()).unwrap();
+        let served = Session::new(&session, LENGTH, info).unwrap();
+        server.add(Some((served, extent, PHYSICAL << 1, 1)));
+        let mut results = std::vec::Vec::new();
+        while results.len() < count {
+            if client.under_way() == 0 {
+                assert!(client.submit(Operation::Flush, 0, 0, 0, 9));
+            }
+            if let Err(error) = server.serve(|_, _, _| {}) {
+                results.push(Err(error));
+                break;
+            }
+            fake.end_one();
+            results.extend(client.poll().map(|completion| Ok(completion.status)));
+        }
+        results
+    };
+    let good = FakeConfig::default();
+    let bad = FakeConfig { fails_flush: true, ready: 40_000, stays_busy: true, ..good.clone() };
+    assert_eq!(run(bad, 1), [Err(DeviceError("the disk stays busy after an error"))]);
+    assert_eq!(run(good, 3), [Ok(Status::Failed), Ok(Status::Ok), Ok(Status::Ok)]);
 }
 
 proptest! {

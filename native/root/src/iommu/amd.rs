@@ -36,6 +36,16 @@ const MAX_IO_APICS: usize = 8;
 /// looks beyond a shorter one.
 const INTERRUPT_PAGES: u64 = (INTERRUPTS * INTERRUPT_ENTRY).div_ceil(PAGE_SIZE);
 
+/// Registers of the exclusion range (section 3.4), in which devices access memory untranslated.
+const EXCLUSION: [u64; 2] = [0x20, 0x28];
+/// Extended features (section 3.4): the IOMMU has [`INVALIDATE_ALL`].
+const FEATURES: u64 = 0x30;
+const HAS_INVALIDATE_ALL: u64 = 1 << 6;
+/// Command that invalidates all cached entries (INVALIDATE_IOMMU_ALL, section 2.4.8).
+const INVALIDATE_ALL: [u64; 2] = [8 << 60, 0];
+/// Maximum number of commands without a wait for their completion; the buffer has 256.
+const MAX_COMMANDS: usize = 128;
+
 /// An IOMMU: its registers, and three pages for commands, events, and the completion word.
 struct Unit {
     registers: DeviceRegisters,
@@ -122,7 +132,7 @@ impl Units {
                 .registers(iommu.base, register::LENGTH)
                 .zip(memory.allocate(owner, 3))
                 .map(|(registers, pages)| Unit { registers, pages, tail: 0, answer: 0, head: 0 });
-            let Some(unit) = unit.filter(|_| !units.is_full()) else {
+            let Some(mut unit) = unit.filter(|_| !units.is_full()) else {
                 warn!(
                     "cannot enable the IOMMU at {:#x}: its devices can access all memory",
                     iommu.base
@@ -216,6 +226,54 @@ fn blocked(remaps: bool) -> [u64; 4] {
     if remaps { with_interrupts(BLOCKED, None) } else { BLOCKED }
 }
 
+/// Returns the commands that invalidate everything an IOMMU may have cached for its last owner.
+fn invalidations(has_invalidate_all: bool) -> impl Iterator<Item = [u64; 2]> {
+    let all = has_invalidate_all.then_some(INVALIDATE_ALL);
+    // Functions and domains have numbers of 16 bits.
+    let numbers = (!has_invalidate_all).then_some(0..=u16::MAX);
+    let each = |number| {
+        [
+            command::invalidate_device(number),
+            command::invalidate_domain(number),
+            command::invalidate_interrupts(number),
+        ]
+    };
+    all.into_iter().chain(numbers.into_iter().flatten().flat_map(each))
+}
+
+/// Executes commands until the IOMMU does not complete some in time: each further wait would last
+/// as long. `execute` gets a command and whether to wait for the completion of all up to it; it
+/// returns `false` if the IOMMU did not complete them. Returns `false` in that case, too.
+fn execute_all(
+    commands: impl Iterator<Item = [u64; 2]>,
+    mut execute: impl FnMut([u64; 2], bool) -> bool,
+) -> bool {
+    (1..).zip(commands).all(|(number, command)| execute(command, number % MAX_COMMANDS == 0))
+}
+
+/// Takes the event at `head` of a log that ends at `tail`, and clears it. `read` returns the word
+/// at an offset, `clear` clears the event at an offset. Returns `None` if there is no event, or if
+/// the IOMMU has moved the end and not written the event yet: a cleared event has code 0.
+fn take_event(
+    head: &mut u64,
+    tail: u64,
+    read: impl Fn(u64) -> u64,
+    clear: impl FnOnce(u64),
+) -> Option<[u64; 2]> {
+    const CODE_SHIFT: u32 = 60;
+    if tail == *head {
+        return None;
+    }
+    let first = read(*head);
+    if first >> CODE_SHIFT == 0 {
+        return None;
+    }
+    let event = [first, read(*head + 8)];
+    clear(*head);
+    *head = (*head + ENTRY) % PAGE_SIZE;
+    Some(event)
+}
+
 /// Domain 0 is nobody's.
 fn domain_number(server: usize) -> u16 {
     server as u16 + 1
@@ -226,10 +284,11 @@ impl Unit {
     const ANSWER: u64 = 2 * PAGE_SIZE;
 
     /// Enables the IOMMU, from any state that the firmware has left.
-    fn enable(&self, devices: Window) {
+    fn enable(&mut self, devices: Window) {
         let registers = self.registers;
         let base = physical(self.pages);
         registers.write64(register::CONTROL, 0);
+        EXCLUSION.into_iter().for_each(|offset| registers.write64(offset, 0));
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE - 1;
         registers.write64(register::DEVICE_TABLE, physical(devices) | pages);
         registers.write64(register::COMMAND_BUFFER, base | RING_PAGE);
@@ -240,6 +299,14 @@ impl Unit {
         }
         let all = control::ENABLE | control::EVENT_LOG | control::COHERENT | control::COMMANDS;
         registers.write64(register::CONTROL, all);
+        let has_invalidate_all = registers.read64(FEATURES) & HAS_INVALIDATE_ALL != 0;
+        let answers = execute_all(invalidations(has_invalidate_all), |command, waits| {
+            self.put(command);
+            !waits || self.complete()
+        });
+        if answers {
+            self.complete();
+        }
     }
 
     fn put(&mut self, command: [u64; 2]) {
@@ -257,37 +324,45 @@ impl Unit {
     /// Invalidates what the unit has cached of a function's interrupts, and waits until it has
     /// completed all commands.
     fn invalidate_interrupts(&mut self, device: u16) {
+        self.put(command::invalidate_interrupts(device));
+        self.complete();
+    }
+
+    /// Lets the IOMMU execute all commands, and waits until it has completed them. Returns `false`
+    /// if it did not in time.
+    fn complete(&mut self) -> bool {
         self.answer += 1;
         let place = physical(self.pages) + Self::ANSWER;
-        self.put(command::invalidate_interrupts(device));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
         let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);
         if !done {
             warn!("an IOMMU did not complete a command in time");
         }
+        done
     }
 
     /// Takes the oldest event.
     fn next_event(&mut self) -> Option<[u64; 2]> {
-        if self.registers.read64(register::EVENT_TAIL) % PAGE_SIZE == self.head {
-            if self.registers.read64(register::STATUS) & status::EVENT_OVERFLOW != 0 {
-                warn!("IOMMU: event log overflow");
-                self.restart_log();
-            }
-            return None;
+        let tail = self.registers.read64(register::EVENT_TAIL) % PAGE_SIZE;
+        let pages = self.pages;
+        let read_event = |offset| read(pages, Self::EVENTS + offset);
+        let clear = |offset| write(pages, Self::EVENTS + offset, &[0; 2]);
+        let event = take_event(&mut self.head, tail, read_event, clear);
+        if event.is_some() {
+            self.registers.write64(register::EVENT_HEAD, self.head);
+        } else if self.registers.read64(register::STATUS) & status::EVENT_OVERFLOW != 0 {
+            warn!("IOMMU: event log overflow");
+            self.restart_log();
         }
-        let at = Self::EVENTS + self.head;
-        let event = [read(self.pages, at), read(self.pages, at + 8)];
-        self.head = (self.head + ENTRY) % PAGE_SIZE;
-        self.registers.write64(register::EVENT_HEAD, self.head);
-        Some(event)
+        event
     }
 
     /// Restarts the event log after an overflow (section 2.5.1).
     fn restart_log(&mut self) {
         let control = self.registers.read64(register::CONTROL);
         self.registers.write64(register::CONTROL, control & !control::EVENT_LOG);
+        write(self.pages, Self::EVENTS, &[0; PAGE_SIZE as usize / 8]);
         self.head = 0;
         self.registers.write64(register::EVENT_HEAD, 0);
         self.registers.write64(register::EVENT_TAIL, 0);
@@ -315,5 +390,64 @@ mod tests {
     fn a_function_without_a_server_sends_nothing() {
         assert_eq!(blocked(true), [BLOCKED[0], 0, 1, 0]);
         assert_eq!(blocked(false), BLOCKED, "the machine could not remap what it let pass");
+    }
+
+    #[test]
+    fn everything_cached_before_is_invalidated() {
+        assert_eq!(invalidations(true).collect::<std::vec::Vec<_>>(), [INVALIDATE_ALL]);
+        let each: std::collections::BTreeSet<_> = invalidations(false).collect();
+        assert_eq!(each.len(), 3 << 16);
+        for number in [0, 1, 0x18, u16::MAX] {
+            assert!(each.contains(&command::invalidate_device(number)));
+            assert!(each.contains(&command::invalidate_domain(number)));
+            assert!(each.contains(&command::invalidate_interrupts(number)));
+        }
+    }
+
+    #[test]
+    fn an_iommu_that_does_not_answer_is_waited_for_once() {
+        let (mut commands, mut waits) = (0, 0);
+        let mut execute_all = |answers| {
+            (commands, waits) = (0, 0);
+            let is_done = execute_all(invalidations(false), |_, is_wait| {
+                commands += 1;
+                waits += usize::from(is_wait);
+                !is_wait || answers
+            });
+            (is_done, commands, waits)
+        };
+        assert_eq!(execute_all(true), (true, 3 << 16, (3 << 16) / MAX_COMMANDS));
+        assert_eq!(execute_all(false), (false, MAX_COMMANDS, 1));
+    }
+
+    #[test]
+    fn an_event_is_read_after_the_iommu_has_written_it() {
+        use std::cell::RefCell;
+        let log = RefCell::new([0; PAGE_SIZE as usize / 8]);
+        let last = PAGE_SIZE - ENTRY;
+        let mut head = last;
+        let put = |offset: u64, words: [u64; 2]| {
+            log.borrow_mut()[offset as usize / 8..][..2].copy_from_slice(&words);
+        };
+        let mut take = |tail| {
+            let read = |offset: u64| log.borrow()[offset as usize / 8];
+            take_event(&mut head, tail, read, |offset| put(offset, [0; 2]))
+        };
+        assert_eq!(take(last), None, "the log is empty");
+        // The IOMMU moves the end first.
+        assert_eq!(take(ENTRY), None);
+        put(last, [2 << 60 | 0x18, 0x5000]);
+        put(0, [8 << 60, 0]);
+        assert_eq!(take(ENTRY), Some([2 << 60 | 0x18, 0x5000]));
+        assert_eq!(take(ENTRY), Some([8 << 60, 0]));
+        assert_eq!(take(ENTRY), None);
+        // One round later, the old event is not read again.
+        for offset in (ENTRY..last).step_by(ENTRY as usize) {
+            put(offset, [2 << 60, 0]);
+            assert_eq!(take(offset + ENTRY), Some([2 << 60, 0]));
+        }
+        assert_eq!(take(0), None);
+        put(last, [1 << 60, 7]);
+        assert_eq!(take(0), Some([1 << 60, 7]));
     }
 }
