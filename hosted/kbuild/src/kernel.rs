@@ -32,6 +32,7 @@ use hosted_command::steps::{Step, Steps};
 use hosted_command::trust;
 use hosted_loader::{Image, KernelReader, symbols};
 use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
+pub(crate) use make::check_path;
 use make::{PAD, SKIPPED, TYPES, check_host, make};
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Deserialize, Serialize};
@@ -44,7 +45,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 use store::{BuiltKernel, Inputs, Store, hold};
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempDir};
 use tools::{compiled, follow, tool};
 pub use variant::Variant;
 
@@ -229,6 +230,8 @@ pub struct Options {
 pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     check_host()?;
     let store = Store::open()?;
+    // Before the source is fetched. The build's folder is there, with a name of letters and digits.
+    check_path(store.folder())?;
     let interruptible = Interruptible::new()?;
     let (source, inputs) = steps.run("source", |step| {
         let source = Source::find(options.source.as_deref(), step, &interruptible)?;
@@ -239,7 +242,7 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     })?;
     let (entry, held) = store.get(&inputs, &interruptible, steps, |work, lock| {
         let making = Making { work, options, interruptible: &interruptible, lock };
-        let version = steps.run("tree", |step| making.tree(&source, step))?;
+        let version = steps.run("tree", |step| making.tree(&source, &inputs.source, step))?;
         steps.run("configuration", |_| making.configure())?;
         let cost = steps.run("kernel", |step| making.compile(&version, step))?;
         let folder = steps.run("modules", |_| making.collect(&cost))?;
@@ -318,6 +321,14 @@ pub fn module(
 ) -> Result<(), Failure> {
     let folder = modules_source(folder)?;
     check_host()?;
+    let interruptible = Interruptible::new()?;
+    let bin = options.variant.is_padded().then(tempfile::tempdir).transpose();
+    let bin = bin.os_error("create a folder")?;
+    let bin = bin.as_ref().map(TempDir::path);
+    if let Some(bin) = bin {
+        interruptible.remove_on_signal(bin);
+        check_path(bin)?;
+    }
     let kernel = match kernel {
         Some(path) => Kernel::new(path.to_owned(), hold(path)?),
         None => build(options, steps)?,
@@ -328,11 +339,8 @@ pub fn module(
         return Err(Failure::new(failure::MISSING_FILE, message)
             .help("use --kernel with an output folder of `parador kernel build`"));
     }
-    let interruptible = Interruptible::new()?;
-    let bin = tempfile::tempdir().os_error("create a folder")?;
-    interruptible.remove_on_signal(bin.path());
     steps.run("module", |step| {
-        let mut make = make(&made, options.variant.is_padded().then_some(bin.path()), None)?;
+        let mut make = make(&made, bin, None)?;
         let mut argument = OsString::from("M=");
         argument.push(&folder);
         make.arg(jobs(options)).arg(argument).arg("modules");
@@ -344,6 +352,7 @@ pub fn module(
 /// Checks that modules can be built in `folder` and returns it as an absolute path.
 fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.canonicalize().file_error("find the module source folder", folder)?;
+    check_path(&path)?;
     let wrong = |text: String, help: &str| Err(Failure::new(failure::BAD_CONFIG, text).help(help));
     let shown = folder.display();
     if !path.is_dir() {
@@ -394,12 +403,17 @@ impl Making<'_> {
         self.options.variant.is_padded().then(|| self.work.join("bin"))
     }
 
-    /// Unpacks the source and applies Parador's changes. Returns Linux' version.
-    fn tree(&self, source: &Source, step: &Step) -> Result<(String, String), Failure> {
+    /// Unpacks the source with this identity and applies Parador's changes. Returns Linux' version.
+    fn tree(
+        &self,
+        source: &Source,
+        identity: &str,
+        step: &Step,
+    ) -> Result<(String, String), Failure> {
         self.lock.note("unpacking the source");
         let linux = self.linux();
         step.now("unpacking");
-        source.unpack(&linux)?;
+        source.unpack_unchanged(identity, &linux)?;
         let version = source::version(&linux)?;
         let date = source::date(&linux)?;
         self.options.variant.apply(&linux, |name| step.now(name))?;

@@ -4,22 +4,26 @@
 //! Its sources are compiled into `parador`. Headers are unpacked for the build only; the cache
 //! keeps the module by kernel version and digest of the sources.
 
+use crate::kernel::check_path;
 use hosted_command::cache;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
+use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::steps::Step;
+use hosted_command::store;
 use hosted_command::supervise::{self, AtEnd};
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use tempfile::TempDir;
 
 /// File name of the module.
 const MODULE: &str = "parador_com.ko";
+/// Name prefix of the folders of running builds.
+const WORK: &str = ".module-";
 const SOURCES: [(&str, &str); 3] = [
     ("Kbuild", include_str!("../../../guests/linux/Kbuild")),
     ("parador_com.h", include_str!("../../../guests/linux/parador_com.h")),
@@ -39,12 +43,14 @@ pub fn channels(
     let cache = cache::folder()?;
     let folder = cache.join(format!("parador_com_{}_{:016x}", kernel.version(), hasher.finish()));
     let module = folder.join(MODULE);
-    if module.is_file() {
+    if store::is_whole(&folder, MODULE) {
         return Ok((module, "cached".to_owned()));
     }
-    let work = TempDir::with_prefix_in(".module-", &cache)
-        .map_err(|error| cache::failed(&cache, &error))?;
+    scratch::remove_abandoned(&cache, WORK);
+    let work =
+        ScratchFolder::new_in(&cache, WORK).map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
+    check_path(work.path())?;
     let headers = work.path().join("headers");
     let packages = fetch::kernel_headers(kernel, &headers, step)?;
 
@@ -71,13 +77,12 @@ pub fn channels(
 
     let kept = work.path().join("kept");
     fs::create_dir(&kept).file_error("create the folder", &kept)?;
-    let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("write", to);
-    put(&made, &kept.join(MODULE))?;
-    match put(&kept, &folder) {
-        // Another process has finished first.
-        Err(_) if module.is_file() => {}
-        result => result?,
-    }
+    let path = kept.join(MODULE);
+    fs::rename(&made, &path).file_error("write", &path)?;
+    store::exclude_writers(&kept).file_error("change", &kept)?;
+    store::sync(&kept).file_error("write", &kept)?;
+    let put = || store::put_whole(&kept, &folder, MODULE);
+    interruptible.uninterrupted(put).file_error("create", &folder)?;
     Ok((module, "built".to_owned()))
 }
 

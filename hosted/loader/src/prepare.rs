@@ -277,6 +277,7 @@ pub fn check_memory(wanted: u64) -> Result<(), Error> {
 #[derive(Default)]
 struct CpuidResult {
     eax: u32,
+    ebx: u32,
     ecx: u32,
     edx: u32,
 }
@@ -293,7 +294,20 @@ fn cpuid(_leaf: u32, _subleaf: u32) -> CpuidResult {
 /// # Errors
 /// [`Error::Lacking`]
 pub fn check_host() -> Result<u64, Error> {
-    check_processor(cpuid(1, 0).ecx, rustix::param::linux_hwcap().1)
+    check_processor(cpuid(1, 0).ecx, rustix::param::linux_hwcap().1)?;
+    let state = cpuid(0xd, 0);
+    check_state(state.ebx)?;
+    let offered = u64::from(state.edx) << 32 | u64::from(state.eax);
+    Ok(offered & (xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512))
+}
+
+/// Checks that the wedge has room for the extended state of the host (`CPUID` leaf 0xd, `EBX`), in
+/// bytes: also for the components that guests do not get.
+fn check_state(length: u32) -> Result<(), Error> {
+    match length as usize {
+        ..=layout::EXTENDED_STATE => Ok(()),
+        _ => Err(Error::Lacking("CPU whose extended state (XSAVE) fits into 16 KiB")),
+    }
 }
 
 /// Returns whether the CPU and the host kernel have protection keys (`OSPKE`; SDM vol. 2, CPUID),
@@ -307,9 +321,8 @@ pub fn has_keys() -> bool {
     features.ecx & OSPKE != 0 && !has_apx
 }
 
-/// Checks the required features in `CPUID` leaf 1 (`ECX`) and in `AT_HWCAP2`; returns the extended
-/// state that the guest may use.
-fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
+/// Checks the required features in `CPUID` leaf 1 (`ECX`) and in `AT_HWCAP2`.
+fn check_processor(features: u32, hwcap2: usize) -> Result<(), Error> {
     const XSAVE: u32 = 1 << 26;
     const OSXSAVE: u32 = 1 << 27;
     if features & (XSAVE | OSXSAVE) != XSAVE | OSXSAVE {
@@ -323,9 +336,7 @@ fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
             "FSGSBASE in user mode (requires a CPU of 2013 and Linux 5.9, or newer)",
         ));
     }
-    let state = cpuid(0xd, 0);
-    let offered = u64::from(state.edx) << 32 | u64::from(state.eax);
-    Ok(offered & (xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512))
+    Ok(())
 }
 
 #[cfg(test)]
@@ -340,6 +351,10 @@ mod tests {
         assert!(lacking(1 << 26, 2).contains("XSAVE"));
         assert!(lacking(XSAVE, 0).contains("FSGSBASE"));
         assert!(lacking(XSAVE, 1).contains("FSGSBASE"));
-        assert_ne!(check_processor(XSAVE, 2).unwrap() & xcr0::X87, 0);
+        check_processor(XSAVE, 2).unwrap();
+        check_state(11_008).unwrap();
+        #[cfg(target_arch = "x86_64")]
+        assert_ne!(check_host().map_or(xcr0::X87, |offered| offered & xcr0::X87), 0);
+        assert!(check_state(0x4001).unwrap_err().to_string().contains("XSAVE"));
     }
 }

@@ -1,12 +1,17 @@
 //! Padding in user code: bytes between functions and basic blocks that are never executed.
 //!
-//! Compilers align jump targets with no-ops. No-ops that follow an unconditional transfer (`RET`,
-//! `JMP`, `UD2`) are unreachable. To find such a transfer, the search decodes lengths from a known
-//! instruction on; an unknown instruction ends the search. Lengths are those of the APM, vol. 3,
-//! chapter 1 and appendix A.
+//! Compilers align functions and jump targets with no-ops. Those that follow an unconditional
+//! transfer (`RET`, `JMP`, `UD2`) are unreachable, unless one of them is itself a target: functions
+//! may begin with no-ops (`-fpatchable-function-entry`, `-mnop-mcount`), and so may hand-written
+//! code. Assemblers align with as few no-ops as possible, the longest first. So only a single long
+//! no-op counts as padding, and only if it does not begin where functions do. To find a transfer,
+//! the search decodes lengths from a known instruction on; an unknown instruction ends the search.
+//! Lengths are those of the APM, vol. 3, chapter 1 and appendix A.
 
 /// Reach of a short jump in bytes.
 const REACH: usize = i8::MAX as usize;
+/// Alignment of functions in bytes.
+const ALIGNMENT: usize = 16;
 
 /// Bytes after opcode and prefixes.
 #[derive(Clone, Copy)]
@@ -137,7 +142,8 @@ fn fill(bytes: &[u8]) -> Option<usize> {
 }
 
 /// Finds `length` bytes of padding in reach of a short jump from the instruction at `from`, and
-/// back; returns the offset of the first ones after it.
+/// back; returns the offset of the first ones after it. The code begins at a multiple of
+/// [`ALIGNMENT`].
 pub fn find(code: &[u8], from: usize, length: usize) -> Option<usize> {
     let end = code.len().min(from + REACH + length);
     let code = &code[..end];
@@ -148,15 +154,11 @@ pub fn find(code: &[u8], from: usize, length: usize) -> Option<usize> {
         if continues {
             continue;
         }
-        let start = at;
-        while let Some(size) = fill(&code[at..]) {
-            at += size;
-        }
-        if start > from + REACH {
+        if at > from + REACH {
             return None;
         }
-        if at - start >= length {
-            return Some(start);
+        if !at.is_multiple_of(ALIGNMENT) && fill(&code[at..]).is_some_and(|size| size >= length) {
+            return Some(at);
         }
     }
 }
@@ -191,8 +193,27 @@ mod tests {
     }
 
     #[test]
+    fn beginnings_of_functions_are_no_room() {
+        // Two bytes that align, and five at the entry of a function.
+        let entry = [0xc3, 0x66, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x8d, 0x04, 0x7f];
+        assert_eq!(find(&entry, 0, 7), None);
+        // A single no-op at an aligned entry, after a return and after shorter padding.
+        for before in [&[0x50; 15][..], &[0x50; 11]] {
+            let mut code = before.to_vec();
+            code.push(0xc3);
+            code.extend_from_slice(if before.len() == 11 { &[0x0f, 0x1f, 0x40, 0] } else { &[] });
+            code.extend([0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0xc3]);
+            assert_eq!(find(&code, 0, 7), None, "{code:x?}");
+        }
+        // Padding before it.
+        let mut code = vec![0x50; 5];
+        code.extend([0xc3, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x90, 0x90, 0xc3]);
+        assert_eq!(find(&code, 0, 7), Some(6));
+    }
+
+    #[test]
     fn no_farther_than_a_short_jump() {
-        for (before, found) in [(126, Some(127)), (127, None)] {
+        for (before, found) in [(126, Some(127)), (128, None)] {
             let mut code = vec![0x50; before];
             code.push(0xc3);
             code.extend([0x0f, 0x1f, 0x80, 0, 0, 0, 0]);

@@ -98,24 +98,69 @@ fn reported() -> Option<u64> {
 }
 
 fn measured() -> u64 {
-    let (start, from) = (now(linux::CLOCK_MONOTONIC), tsc());
-    loop {
-        let (time, ticks) = (now(linux::CLOCK_MONOTONIC) - start, tsc() - from);
-        if time >= MEASURED {
-            return u64::try_from(u128::from(ticks) * 1_000_000 / u128::from(time)).unwrap_or(1);
+    measure(tsc, || now(linux::CLOCK_MONOTONIC))
+}
+
+/// Measures the frequency of a counter in kHz with a clock in nanoseconds.
+fn measure(mut counter: impl FnMut() -> u64, mut clock: impl FnMut() -> u64) -> u64 {
+    let (from, start) = sample(&mut counter, &mut clock);
+    while clock().saturating_sub(start) < MEASURED {}
+    let (to, end) = sample(&mut counter, &mut clock);
+    let (ticks, time) = (u128::from(to.saturating_sub(from)), u128::from(end - start));
+    u64::try_from(ticks * 1_000_000 / time).unwrap_or(1)
+}
+
+/// Reads a counter and a clock at the same time: in the shortest of some attempts, because the host
+/// may preempt this process, or serve an interrupt, between the two.
+fn sample(counter: &mut impl FnMut() -> u64, clock: &mut impl FnMut() -> u64) -> (u64, u64) {
+    const ATTEMPTS: usize = 8;
+    let mut best = (u64::MAX, 0, 0);
+    for _ in 0..ATTEMPTS {
+        let before = counter();
+        let time = clock();
+        let length = counter().wrapping_sub(before);
+        if length < best.0 {
+            best = (length, before + length / 2, time);
         }
     }
+    (best.1, best.2)
 }
 
 /// Returns the Unix time in nanoseconds at which the TSC was 0.
 pub fn unix_at_zero(khz: u64) -> u64 {
-    let nanoseconds = u128::from(tsc()) * 1_000_000 / u128::from(khz.max(1));
-    let since = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
-    now(linux::CLOCK_REALTIME).saturating_sub(since)
+    let (ticks, time) = sample(&mut tsc, &mut || now(linux::CLOCK_REALTIME));
+    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz.max(1));
+    time.saturating_sub(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
 }
 
 /// Reads a host clock in nanoseconds.
 pub fn now(clock: u32) -> u64 {
     let time = sys::time(clock);
     time[0].saturating_mul(SECOND).saturating_add(time[1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::cell::Cell;
+
+    #[test]
+    fn a_preempted_measurement_is_repeated() {
+        /// Time between two readings, and time without the CPU, in nanoseconds.
+        const READING: u64 = 100;
+        const PREEMPTED: u64 = 3_000_000;
+        // A counter of 2 GHz; the process loses the CPU before every fifth reading of the clock.
+        let (time, readings) = (Cell::new(1_000_000), Cell::new(0));
+        let counter = || {
+            time.set(time.get() + READING);
+            2 * time.get()
+        };
+        let clock = || {
+            readings.set(readings.get() + 1);
+            let lost = if readings.get() % 5 == 1 { PREEMPTED } else { 0 };
+            time.set(time.get() + READING + lost);
+            time.get()
+        };
+        assert_eq!(measure(counter, clock), 2_000_000);
+    }
 }

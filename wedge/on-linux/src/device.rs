@@ -119,6 +119,8 @@ impl DeviceServer {
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
             ChildExit::of(*program);
+            // Its id may be that of another process by now.
+            *program = 0;
         }
         *program = user_thread::create(index, slot, &config().filters)?;
         vcpu.user_wanted.store(0, SeqCst);

@@ -300,6 +300,10 @@ impl LinuxVcpu<'_> {
             linux::SIGILL => self.emulate_or_fault(Event::exception(vector::UNDEFINED)),
             linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => self.breakpoint(),
             linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
+                if signal.vector == u64::from(vector::PAGE_FAULT) {
+                    // The host has no memory for the page.
+                    self.cpu.cr2 = signal.address;
+                }
                 self.exception(signal.vector as u8, signal.code as u32);
                 StopAction::Resume
             }

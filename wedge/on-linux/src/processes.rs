@@ -137,7 +137,7 @@ fn wait_for_turn(seen: u32) {
 /// Saves the state in the host CPU to shared memory.
 fn save_cpu_state(vcpu: &SharedVcpu) {
     // SAFETY: the area is aligned and large enough for all extended state
-    // (`shared::EXTENDED_STATE`; the loader checks).
+    // (`layout::EXTENDED_STATE`; the loader checks).
     unsafe { xstate::save(vcpu.xsave.0.at() as u64, u64::MAX) };
     let (fs, gs) = compat::bases();
     vcpu.fs_base.set(fs);

@@ -19,8 +19,7 @@ use wedge_core::{VirtualCpu, vector};
 use wedge_x86::Unwound;
 
 use crate::isolation::contract::SignalEntry;
-use crate::isolation::signal_stacks::note_frame;
-use crate::isolation::{self, user_process};
+use crate::isolation::{self, signal_stacks, user_process};
 use crate::linux::signals::{
     Context, DEBUG, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, UNRESTORED, sanitize,
     set_unrestored_flags,
@@ -171,29 +170,36 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, frame: *mut SignalFrame)
 /// context is restricted to states that user mode can reach.
 #[unsafe(export_name = "parador_wedge_user_signal")]
 extern "sysv64" fn on_user_signal(number: u32, _: *const u8, frame: *const SignalFrame) -> ! {
-    let vcpu = vcpu();
     // SAFETY: user mode was interrupted, so the event loop is in `CurrentVcpu::enter`, and no other
     // handler runs: one whose entry code was interrupted continues here.
     let mut guest = unsafe { InterruptedGuest::take() };
     let cpu = &mut *guest.0;
+    let at = frame as u64;
+    if !signal_stacks::read_user_frame(at, || take_user_state(cpu, number, at)) {
+        cpu.frame.gpr = [0; 16];
+        cpu.frame.rip = wedge_x86::keyed_handler();
+        cpu.frame.rflags = rflags::IF | 2;
+        let vector = vector::UNDEFINED.into();
+        vcpu().signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
+    }
+    guest.leave()
+}
+
+/// Takes the state of interrupted user mode and its signal from the frame at an address. `false`:
+/// there is none. If user mode has jumped to the handler, another signal may overwrite the frame
+/// meanwhile.
+fn take_user_state(cpu: &mut VirtualCpu, mut number: u32, mut at: u64) -> bool {
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
-    let (mut number, mut at) = (number, frame as u64);
     let (frame, mut signal) = loop {
         let last = end - size_of::<SignalFrame>() as u64;
         if !at.is_multiple_of(8) || !(SIGNAL_STACK..=last).contains(&at) {
-            cpu.frame.gpr = [0; 16];
-            cpu.frame.rip = wedge_x86::keyed_handler();
-            cpu.frame.rflags = rflags::IF | 2;
-            let vector = vector::UNDEFINED.into();
-            vcpu.signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
-            guest.leave()
+            return false;
         }
-        note_frame(at);
-        // SAFETY: it is on the signal stack, which nothing writes now.
-        let frame = unsafe { &*(at as *const SignalFrame) };
+        // SAFETY: it is on the signal stack, which is private memory.
+        let frame = unsafe { (at as *const SignalFrame).read_volatile() };
         let context = &frame.context;
-        let signal = sanitize(number, frame);
+        let signal = sanitize(number, &frame);
         if SYNCHRONOUS.contains(&signal.number) {
             break (frame, signal);
         }
@@ -222,12 +228,12 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, frame: *const Signa
     }
     recover_registers(cpu, &mut signal);
     cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
-    vcpu.signal.set(signal);
+    vcpu().signal.set(signal);
     let extended = context.extended as u64;
     if (at..end).contains(&extended) && extended.is_multiple_of(64) {
         xstate::restore(extended, end - extended);
     }
-    guest.leave()
+    true
 }
 
 /// Recovers user mode's registers if it was interrupted in a transition, and adapts the signal.
@@ -295,6 +301,14 @@ fn is_fault_of_guest(context: &Context) -> bool {
 fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupted {
     let rip = context.rip;
     if synchronous {
+        if number == linux::SIGSEGV && context.vector == u64::from(vector::PROTECTION) {
+            // SAFETY: code of the wedge, which this process has just executed.
+            let code = unsafe { (rip as *const [u8; 4]).read() };
+            if let Some(length) = xstate::refused_restore(code) {
+                context.rip = rip + length;
+                return Interrupted::Wedge;
+            }
+        }
         // A single step of the guest continues through code of the wedge.
         if number != linux::SIGTRAP || context.vector != DEBUG {
             unexpected(number, context);

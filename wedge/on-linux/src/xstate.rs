@@ -8,6 +8,7 @@ use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;
 
 use hw_walk::Intent;
+use proto::hosted::layout::EXTENDED_STATE;
 use vmm_mem::GuestMemory;
 use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
@@ -15,7 +16,7 @@ use wedge_core::VirtualCpu;
 use crate::mmu::ram::PAGE;
 use crate::state::process::process;
 use crate::state::records::{COMPONENTS, XsaveLayout};
-use crate::state::shared::{EXTENDED_STATE, vcpu};
+use crate::state::shared::vcpu;
 
 /// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;
@@ -69,15 +70,24 @@ pub unsafe fn load(area: u64, features: u64) {
     // SAFETY: the caller guarantees the area; the wedge does not use extended state itself.
     unsafe {
         asm!(
-            "xrstor64 [{area}]",
+            "xrstor64 [rdi]",
             "test eax, {pkru}",
             "jnz parador_wedge_wrong",
-            area = in(reg) area,
+            in("rdi") area,
             pkru = const PKRU,
             in("eax") low,
             in("edx") high,
         );
     }
+}
+
+/// Returns the length of an instruction that restores extended state, by its bytes; `None`: it is
+/// another one. After `#GP`, which loads nothing, the wedge continues behind it: a signal may
+/// overwrite a forged frame after the check of [`restore`].
+pub fn refused_restore(code: [u8; 4]) -> Option<u64> {
+    const XRSTOR: [u8; 4] = [0x48, 0x0f, 0xae, 0x2f];
+    const FXRSTOR: [u8; 4] = [0x48, 0x0f, 0xae, 0x0f];
+    [XRSTOR, FXRSTOR].contains(&code).then_some(code.len() as u64)
 }
 
 /// Restores the extended state from a signal frame, of which `left` bytes are accessible. Invalid
@@ -107,7 +117,7 @@ pub fn restore(area: u64, left: u64) {
                 load(area, features);
             }
         } else if bytes.add(24).cast::<u32>().read_unaligned() >> 16 == 0 {
-            asm!("fxrstor64 [{}]", in(reg) area);
+            asm!("fxrstor64 [rdi]", in("rdi") area);
         }
     }
 }
@@ -244,6 +254,15 @@ mod tests {
         assert_eq!(length(&header, GUEST, &parts), LEAST + 256 + 64);
         // A component that the area has no room for.
         assert!(!is_valid(&[0x80, 1 << 63, 0, 0, 0, 0, 0, 0], 0x1f80, &parts, parts.enabled));
+    }
+
+    #[test]
+    fn an_instruction_that_restores_is_recognized() {
+        // xrstor64 [rdi], fxrstor64 [rdi], xsave64 [rdi], xrstor [rdi]
+        assert_eq!(refused_restore([0x48, 0x0f, 0xae, 0x2f]), Some(4));
+        assert_eq!(refused_restore([0x48, 0x0f, 0xae, 0x0f]), Some(4));
+        assert_eq!(refused_restore([0x48, 0x0f, 0xae, 0x27]), None);
+        assert_eq!(refused_restore([0x0f, 0xae, 0x2f, 0x48]), None);
     }
 
     #[test]

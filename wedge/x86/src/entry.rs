@@ -410,10 +410,11 @@ global_asm!(
     open_keys!(),
     "cmp byte ptr [{dispatch}], 0",
     "je 2f",
-    "mov esp, {handler_stack}",
+    // From here on, a signal interrupts the wedge; before, its frame must be on the signal stack.
     "mov byte ptr [{dispatch}], 0",
     ".globl parador_wedge_keyed_handler_end",
     "parador_wedge_keyed_handler_end:",
+    "mov esp, {handler_stack}",
     "push 2",
     "popfq",
     "mov rdx, r8",

@@ -33,7 +33,7 @@ const NOPS: [&[u8]; 9] = [
     &[0x66, 0x0f, 0x1f, 0x84, 0x00, 0x00, 0x00, 0x00, 0x00],
 ];
 /// Length of the code in a stub, in bytes.
-const CODE: usize = 92;
+const CODE: usize = 88;
 
 /// Handling of a site.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,8 +64,10 @@ pub struct Stub {
     code: [u8; CODE],
     /// Address of the site.
     pub site: u64,
-    /// Original bytes, padding included.
+    /// Original instructions.
     original: [u8; MAX_SITE],
+    /// Address of the site's table; 0: none.
+    pub table: u64,
     /// Length of the original instructions in bytes.
     pub length: u8,
     /// Length of the site in bytes; the guest resumes after it.
@@ -115,8 +117,8 @@ pub struct SiteTarget<'a> {
     pub site: u64,
     /// Original instructions.
     pub original: &'a [u8],
-    /// Original instructions and padding, up to [`MAX_SITE`] bytes.
-    pub whole: &'a [u8],
+    /// Address of its table; 0: none.
+    pub table: u64,
     /// Length of the site in bytes, padding included.
     pub padded: u8,
     /// Kind, from the site table.
@@ -170,14 +172,14 @@ impl Stub {
             code: [0xcc; CODE],
             site,
             original: [0; MAX_SITE],
+            table: target.table,
             length: original.len() as u8,
             padded,
             kind,
             way: way(target),
             general: 0,
         };
-        let whole = target.whole.get(..usize::from(padded).min(MAX_SITE))?;
-        stub.original[..whole.len()].copy_from_slice(whole);
+        stub.original[..original.len()].copy_from_slice(original);
         let (way, resume) = (stub.way, stub.resume());
         let mut code = Code { bytes: &mut stub.code, base: at, used: 0 };
         code.handle_in_place(way, original, resume, entries)?;
@@ -193,7 +195,7 @@ impl Stub {
             bytes[3..7].copy_from_slice(&low(FLAG_BYTE)?);
             Patch { bytes, length: CLEAR_FLAG }
         } else {
-            Patch::jump(site, at, whole.len())?
+            Patch::jump(site, at, usize::from(padded).min(MAX_SITE))?
         };
         Some((stub, patch))
     }
@@ -208,12 +210,6 @@ impl Stub {
         &self.original[..usize::from(self.length).min(MAX_SITE)]
     }
 
-    /// Returns the original bytes at the place of the patch.
-    pub fn overwritten(&self) -> &[u8] {
-        let length = if self.way == Way::Cli { CLEAR_FLAG } else { self.padded.into() };
-        &self.original[..length.min(MAX_SITE)]
-    }
-
     /// Returns the guest's state for a signal at `offset` in this stub.
     pub fn unwind(&self, offset: u64) -> Unwound {
         if offset >= self.general.into() {
@@ -224,6 +220,8 @@ impl Stub {
             // Between PUSHF and POP the flags are on the stack.
             Way::SaveFlags => Unwound::Restart(self.site, if offset == 1 { 8 } else { 0 }),
             Way::Sysret => Unwound::Sysret,
+            // Until its last jump it only reads the selector.
+            Way::ReadSegment => Unwound::Restart(self.site, 0),
             _ => Unwound::Continue,
         }
     }
@@ -441,17 +439,7 @@ mod tests {
     const SITE: u64 = 0x4100_0000;
 
     fn target(original: &[u8], padded: u8, flags_dead: bool) -> SiteTarget<'_> {
-        let mut whole = vec![0x90; MAX_SITE];
-        whole[..original.len()].copy_from_slice(original);
-        SiteTarget {
-            site: SITE,
-            original,
-            whole: whole.leak(),
-            padded,
-            kind: 0,
-            flags_dead,
-            fast: true,
-        }
+        SiteTarget { site: SITE, original, table: 0, padded, kind: 0, flags_dead, fast: true }
     }
 
     fn new(original: &[u8], padded: u8, flags_dead: bool) -> Option<(Stub, Patch)> {
@@ -483,12 +471,9 @@ mod tests {
         assert_eq!(reached(SITE, patch.bytes()), AT);
         assert_eq!(reached(AT + 18, &stub.code[18..]), ENTRIES.site);
         assert_eq!((stub.resume(), stub.instructions()), (SITE + 8, &[0x0f, 0xa2][..]));
-        assert_eq!(stub.overwritten(), [0x0f, 0xa2, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90]);
         assert_eq!(patch.bytes()[5..], [0x0f, 0x1f, 0x00]);
         let (_, patch) = new(&[0xfb, 0xf4], 16, true).unwrap();
         assert_eq!(patch.bytes()[5..], [NOPS[8], NOPS[1]].concat());
-        let (stub, patch) = new(&[0xfa], 8, false).unwrap();
-        assert_eq!(stub.overwritten().len(), patch.bytes().len());
     }
 
     #[test]
@@ -537,6 +522,10 @@ mod tests {
         assert_eq!(unwind(&[0x9c, 0x58], 1), Unwound::Restart(SITE, 8));
         assert_eq!(unwind(&[0x9c, 0x58], 2), Unwound::Restart(SITE, 0));
         assert_eq!(unwind(&[0x48, 0x0f, 0x07], 9), Unwound::Sysret);
+        for offset in [0, 8] {
+            assert_eq!(unwind(&[0x8c, 0xd0], offset), Unwound::Restart(SITE, 0), "{offset}");
+        }
+        assert_eq!(unwind(&[0x8c, 0xd0], 60), Unwound::Continue);
         assert_eq!(unwind(&[0x0f, 0xa2], 0), Unwound::Continue);
     }
 

@@ -77,6 +77,28 @@ pub fn check_host() -> Result<(), Failure> {
     }
 }
 
+/// Checks that neither make, the shell, the compiler nor the afterburner's options split the path
+/// of a folder of the build.
+///
+/// # Errors
+/// A character that one of them may take as a separator: code 65.
+pub fn check_path(path: &Path) -> Result<(), Failure> {
+    const ACCEPTED: &str = "/._-+@~";
+    let shown = path.to_string_lossy();
+    let is_accepted = |found: &char| found.is_alphanumeric() || ACCEPTED.contains(*found);
+    match shown.chars().find(|found| !is_accepted(found)) {
+        None => Ok(()),
+        Some(found) => {
+            let text = format!("cannot build in {shown}: `{found}` in the path separates words");
+            let help = format!(
+                "use a path of letters, digits and `{ACCEPTED}`; XDG_CACHE_HOME sets that of the \
+                 cache, TMPDIR that of temporary files"
+            );
+            Err(Failure::new(failure::BAD_CONFIG, text).help(help))
+        }
+    }
+}
+
 /// Creates a `make` command for a Linux tree. In the folder `bin`, `parador` becomes the assembler
 /// and records its CPU time in the file `stats`.
 pub fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
@@ -111,4 +133,21 @@ pub fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Co
         .env("KBUILD_BUILD_HOST", "parador")
         .env("KBUILD_BUILD_VERSION", "1");
     Ok(make)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_with_separators_are_refused() {
+        for path in ["/home/jürgen/.cache/parador/kernels/.work-a1", "/tmp/x+y~1/@v-2_0"] {
+            check_path(Path::new(path)).unwrap();
+        }
+        for path in ["/a,b/c", "/a b", "/a:b", "/a$b", "/a'b", "/a\nb"] {
+            let failure = check_path(Path::new(path)).unwrap_err();
+            assert_eq!(failure.code(), failure::BAD_CONFIG);
+            assert!(failure.to_string().contains(path), "{failure}");
+        }
+    }
 }

@@ -99,8 +99,26 @@ impl Source {
         Ok(digest(parts.iter().map(Vec::as_slice)))
     }
 
-    /// Unpacks the source into the new folder `to`.
-    pub fn unpack(&self, to: &Path) -> Result<(), Failure> {
+    /// Unpacks the source with an [`Self::identity`] into the new folder `to`.
+    ///
+    /// # Errors
+    /// The source has changed since: code 65.
+    pub fn unpack_unchanged(&self, identity: &str, to: &Path) -> Result<(), Failure> {
+        self.unpack(to)?;
+        let (now, path) = match self {
+            Self::Archive(path) => (self.identity()?, path),
+            Self::Folder(path) => (Self::Folder(to.to_owned()).identity()?, path),
+        };
+        match now == identity {
+            true => Ok(()),
+            false => {
+                let text = format!("the Linux source {} has changed meanwhile", path.display());
+                Err(Failure::new(failure::BAD_CONFIG, text).help("run the command again"))
+            }
+        }
+    }
+
+    fn unpack(&self, to: &Path) -> Result<(), Failure> {
         match self {
             Self::Archive(path) => unpack(path, to),
             Self::Folder(from) => copy_all(from, to),
@@ -337,9 +355,15 @@ mod tests {
         assert_eq!(date(&to).unwrap(), date(from.path()).unwrap());
         assert!(!to.join("sound").exists() && !to.join(".git").exists());
         fs::remove_dir_all(&to).unwrap();
+        source.unpack_unchanged(&identity, &to).unwrap();
+        fs::remove_dir_all(&to).unwrap();
 
         fs::write(&makefile, "VERSION = 7").unwrap();
         assert_ne!(source.identity().unwrap(), identity);
+        let failure = source.unpack_unchanged(&identity, &to).unwrap_err();
+        assert_eq!(failure.code(), failure::BAD_CONFIG);
+        assert!(failure.to_string().contains("has changed"), "{failure}");
+        fs::remove_dir_all(&to).unwrap();
         fs::remove_file(from.path().join("Kbuild")).unwrap();
         assert_eq!(source.unpack(&to).unwrap_err().code(), failure::BAD_CONFIG);
     }

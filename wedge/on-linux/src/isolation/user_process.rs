@@ -29,7 +29,8 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
-use proto::hosted::{layout, option};
+use proto::hosted::layout::{self, EXTENDED_STATE};
+use proto::hosted::option;
 use vmm_x86::msr::is_canonical;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
@@ -45,7 +46,7 @@ use crate::state::config::{self, has};
 use crate::state::current::code_selector;
 use crate::state::doorbell;
 use crate::state::process::process;
-use crate::state::shared::{EXTENDED_STATE, events, vcpu};
+use crate::state::shared::{events, vcpu};
 use crate::{clock, compat, cpu_affinity, steal_time, xstate};
 
 /// Largest number of waits of [`WAIT_TIME`] each, after which the user process counts as

@@ -34,7 +34,7 @@ pub mod space;
 pub mod steps;
 pub mod syscall_patch;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod walk;
 
 use core::ops::Range;

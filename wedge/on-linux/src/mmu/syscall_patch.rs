@@ -289,8 +289,7 @@ mod tests {
     #[test]
     fn without_a_move_the_jump_is_in_padding() {
         // `xor eax, eax; syscall; ret`, then padding before the next function.
-        let mut code = [0x90; 32];
-        code[..5].copy_from_slice(&[0x31, 0xc0, 0x0f, 0x05, 0xc3]);
+        let code = [0x31, 0xc0, 0x0f, 0x05, 0xc3, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x66, 0x90];
         let bytes = page(256, &code);
         let Replacement { first, jump, short } = find_replacement(&bytes, 260, 0).unwrap();
         assert_eq!((first, padding::find(&bytes, 260, LENGTH)), (NONE, Some(jump)));

@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
 use proto::hosted::MAX_NETS;
 pub use proto::hosted::idle::state as idle_state;
-use proto::hosted::layout::{self, SLOTS};
+use proto::hosted::layout::{self, EXTENDED_STATE, SLOTS};
 use vmm_vcpu::MAX_VCPUS;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
@@ -27,9 +27,6 @@ pub const RING: usize = 1 << 16;
 pub const TARGETS: usize = MAX_NETS + 1;
 /// Number of kernel mapping changes that are recorded individually.
 pub const FLUSHES: usize = 256;
-/// Space for extended state in bytes; the largest one today, with AMX, is 11 KiB.
-pub const EXTENDED_STATE: usize = 16 << 10;
-
 /// Top of the vCPUs' stacks, one below the other.
 const STACKS_TOP: u64 = layout::STUBS;
 /// Length of a vCPU's stack in bytes.
