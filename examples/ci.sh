@@ -8,12 +8,12 @@
 # 124: it took more than ten minutes; 125: Parador failed.
 set -eu
 
-package=$(realpath "$1")
+package=$(realpath "$1") || exit 125
 shift
 sudo=sudo
 if [ "$(id -u)" = 0 ]; then
     sudo=
 fi
-$sudo apt-get install -q -y --no-install-recommends "$package" >&2
-parador doctor >&2
+$sudo apt-get install -q -y --no-install-recommends "$package" >&2 || exit 125
+parador doctor >&2 || exit 125
 exec parador exec --timeout 600s / -- "$@"

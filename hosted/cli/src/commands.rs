@@ -214,6 +214,9 @@ Examples:
 
 On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X kills QEMU.
 
+An image is not built while another process builds or emulates it, nor used while it is built, and
+two emulations do not write one kernel log: 71. Several with --no-build and a --log each may run.
+
 Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 invalid description;
 66 missing file; 69 required program not installed; 70 internal error; 71 OS error;
 77 permission denied; 80 guest panic; 81 guest triple fault; 82 watchdog; 83 guest reset;
@@ -393,7 +396,7 @@ fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
     options.iso = arguments.iso.then(|| folder.join(ISO));
     let image = match arguments.no_build {
         true => Image::existing(&resolved, &folder)?,
-        false => image::build(&resolved, &folder, &options, &Steps::stderr())?,
+        false => image::build(&resolved, &folder, &options, &Steps::stderr())?.share(&folder)?,
     };
     let emulation = emulate::Options {
         qemu: arguments.qemu.unwrap_or_else(|| qemu(architecture)),

@@ -102,21 +102,22 @@ pub struct Headers {
 pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Headers, Failure> {
     let Package { name, version } = &kernel.package;
     let headers = name.replacen("linux-image-", "linux-headers-", 1);
-    let apt = Apt::new(kernel.architecture, step)?;
-    let shown = apt.show(&headers)?;
-    let depends = shown.field("Depends").unwrap_or_default();
     let host_apt = Apt::new(GuestArchitecture::X86, step)?;
-    let newest =
-        |name: &str| Ok(host_apt.show(name)?.field("Version").unwrap_or_default().to_owned());
-    let [own, common, tools] = header_packages((&headers, version), depends, newest)?;
-    for (apt, package) in [(&apt, &own), (&apt, &common), (&host_apt, &tools)] {
-        let (name, title) = (&package.name, package.title());
-        step.now(format!("fetching {title}"));
-        let archive = download_package(apt, package, &to.join("download").join(name))?;
-        step.now(format!("unpacking {title}"));
-        run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))?;
-    }
-    Ok(Headers { headers, common: common.name })
+    let newest = |name: &str| Ok(Package::newest(&host_apt, name)?.version);
+    Apt::with(kernel.architecture, step, |apt| {
+        let shown = apt.show(&headers)?;
+        let depends = shown.field("Depends").unwrap_or_default();
+        let [own, common, tools] = header_packages((&headers, version), depends, newest)?;
+        for (apt, package) in [(apt, &own), (apt, &common), (&host_apt, &tools)] {
+            let (name, title) = (&package.name, package.title());
+            step.now(format!("fetching {title}"));
+            let archive = download_package(apt, package, &to.join("download").join(name))?;
+            step.now(format!("unpacking {title}"));
+            run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))
+                .map_err(|failure| failure.help("check that the disk is not full"))?;
+        }
+        Ok(Headers { headers: headers.clone(), common: common.name })
+    })
 }
 
 /// Returns the packages of a kernel's headers, of those common to all flavours, and of the programs
@@ -148,33 +149,31 @@ pub fn debian_kernel(
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<Fetched, Failure> {
-    step.now("querying apt");
-    let apt = Apt::new(architecture, step)?;
     let name = architecture.kernel_package();
-    let meta = apt.show(name)?;
-    let image = meta.field("Depends").and_then(|depends| {
-        let mut packages = depends.split([',', '|']).map(str::trim);
-        packages.find(|package| package.starts_with("linux-image-"))
-    });
-    let package = image.and_then(Package::exact).ok_or_else(|| {
-        Failure::new(failure::UNAVAILABLE, format!("package {name} has no kernel dependency"))
-            .help("run `apt-get update`, or use a file as `kernel`")
-    })?;
     let pick = |name: &Path| match name.file_name()?.to_str()? {
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
         file => MODULES.into_iter().find(|name| *name == file && is_for(architecture, name)),
     };
-    fetch((&apt, &package), step, interruptible, pick, "vmlinuz")
+    Apt::with(architecture, step, |apt| {
+        let meta = apt.show(name)?;
+        let image = meta.field("Depends").and_then(|depends| {
+            let mut packages = depends.split([',', '|']).map(str::trim);
+            packages.find(|package| package.starts_with("linux-image-"))
+        });
+        let package = image.and_then(Package::exact).ok_or_else(|| {
+            let text = format!("package {name} has no kernel dependency");
+            Failure::new(failure::UNAVAILABLE, text).help(apt.help())
+        })?;
+        fetch((apt, &package), step, interruptible, pick, "vmlinuz")
+    })
 }
 
 /// Returns Debian's archive of the Linux source.
 pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBuf, Failure> {
-    step.now("querying apt");
-    let apt = Apt::new(GuestArchitecture::X86, step)?;
-    let version = apt.show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
-    let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
     let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
-    let fetched = fetch((&apt, &package), step, interruptible, pick, SOURCE)?;
+    let fetched = Apt::with(GuestArchitecture::X86, step, |apt| {
+        fetch((apt, &Package::newest(apt, SOURCE_PACKAGE)?), step, interruptible, pick, SOURCE)
+    })?;
     Ok(fetched.folder.join(SOURCE))
 }
 
@@ -193,10 +192,9 @@ pub fn busybox(
     // Not the settings of the same name for initramfs-tools.
     let is_program = |name: &Path| name.ends_with("bin/busybox");
     let pick = |name: &Path| is_program(name).then_some("busybox");
-    let apt = Apt::new(architecture, step)?;
-    let version = apt.show(BUSYBOX_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
-    let package = Package { name: BUSYBOX_PACKAGE.to_owned(), version };
-    let fetched = fetch((&apt, &package), step, interruptible, pick, "busybox")?;
+    let fetched = Apt::with(architecture, step, |apt| {
+        fetch((apt, &Package::newest(apt, BUSYBOX_PACKAGE)?), step, interruptible, pick, "busybox")
+    })?;
     Ok((fetched.folder.join("busybox"), fetched.title))
 }
 
@@ -218,6 +216,12 @@ impl Package {
         let (name, version) = dependency.split_once(" (= ")?;
         let version = version.strip_suffix(')')?;
         Some(Self { name: name.trim().to_owned(), version: version.trim().to_owned() })
+    }
+
+    /// Returns the version of a package that apt prefers.
+    fn newest(apt: &Apt, name: &str) -> Result<Self, Failure> {
+        let version = apt.show(name)?.field("Version").unwrap_or_default().to_owned();
+        Ok(Self { name: name.to_owned(), version })
     }
 
     fn file_name(&self) -> String {
@@ -253,7 +257,7 @@ fn fetch(
         architecture: apt.architecture(),
         package: package.clone(),
     };
-    if folder.join(must).is_file() {
+    if store::is_whole(&folder, must) {
         return Ok(fetched("cached"));
     }
 
@@ -277,12 +281,9 @@ fn fetch(
         .help("use a file instead"));
     }
     store::exclude_writers(&kept).file_error("change", &kept)?;
-    match fs::rename(&kept, &folder) {
-        // Another process has finished first.
-        Err(_) if folder.join(must).is_file() => {}
-        Err(error) => return Err(Failure::file("create", &folder, &error)),
-        Ok(()) => {}
-    }
+    store::sync(&kept).file_error("write", &kept)?;
+    let put = || store::put_whole(&kept, &folder, must);
+    interruptible.uninterrupted(put).file_error("create", &folder)?;
     Ok(fetched("fetched"))
 }
 

@@ -4,11 +4,14 @@ use crate::failure::{Failure, IoContext};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
 use signal_hook::iterator::{Handle, Signals};
 use std::fs;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -22,8 +25,14 @@ const REMOVALS: u32 = 50;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Returns those of `signals` that this process does not ignore: nohup(1) and shells start programs
-/// that ignore the signals which shall not end them, and handlers would undo that.
+/// that ignore the signals which shall not end them, and handlers would undo that. The caller
+/// handles the returned ones from now on: they do not end this process after a cleanup, either.
 pub fn heeded(signals: &[i32]) -> Vec<i32> {
+    Handlers::update(|handlers| handlers.has_others = true);
+    not_ignored(signals)
+}
+
+fn not_ignored(signals: &[i32]) -> Vec<i32> {
     // Without procfs all are heeded.
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored(&status);
@@ -34,6 +43,43 @@ pub fn heeded(signals: &[i32]) -> Vec<i32> {
 fn ignored(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default()
+}
+
+/// Users of the termination signals in this process. signal-hook keeps its handler of a signal for
+/// ever: without a user the signal would have no effect.
+struct Handlers {
+    /// Number of living [`Interruptible`].
+    cleanups: usize,
+    /// Others than cleanups use them until the process ends.
+    has_others: bool,
+    /// Gives the signals their default action while it is true.
+    is_default: Option<Arc<AtomicBool>>,
+}
+
+static HANDLERS: Mutex<Handlers> =
+    Mutex::new(Handlers { cleanups: 0, has_others: false, is_default: None });
+
+impl Handlers {
+    fn update<T>(act: impl FnOnce(&mut Self) -> T) -> T {
+        let mut handlers = HANDLERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = act(&mut handlers);
+        let is_unused = handlers.cleanups == 0 && !handlers.has_others;
+        handlers.is_default.iter().for_each(|is_default| is_default.store(is_unused, SeqCst));
+        result
+    }
+
+    /// Counts a cleanup, and registers the default action at the first one.
+    fn add_cleanup(&mut self) -> io::Result<()> {
+        if self.is_default.is_none() {
+            let is_default = Arc::<AtomicBool>::default();
+            for signal in not_ignored(&ENDING) {
+                flag::register_conditional_default(signal, Arc::clone(&is_default))?;
+            }
+            self.is_default = Some(is_default);
+        }
+        self.cleanups += 1;
+        Ok(())
+    }
 }
 
 /// Cleanup at a signal.
@@ -47,7 +93,8 @@ struct Doomed {
 }
 
 /// While this lives, a termination signal kills the registered processes, removes the registered
-/// folders and ends `parador` with 128 + signal.
+/// folders and ends `parador` with 128 + signal. Afterwards it has its default action, unless
+/// another handler exists ([`heeded`]).
 pub struct Interruptible {
     doomed: Arc<Mutex<Doomed>>,
     handle: Handle,
@@ -57,7 +104,8 @@ pub struct Interruptible {
 impl Interruptible {
     /// Installs the handlers.
     pub fn new() -> Result<Self, Failure> {
-        let mut signals = Signals::new(heeded(&ENDING)).os_error("install signal handlers")?;
+        let failed = "install signal handlers";
+        let mut signals = Signals::new(not_ignored(&ENDING)).os_error(failed)?;
         let doomed = Arc::<Mutex<Doomed>>::default();
         let handle = signals.handle();
         let shared = Arc::clone(&doomed);
@@ -72,6 +120,7 @@ impl Interruptible {
             }
         });
         let thread = thread.os_error("create a thread")?;
+        Handlers::update(Handlers::add_cleanup).os_error(failed)?;
         Ok(Self { doomed, handle, thread: Some(thread) })
     }
 
@@ -136,12 +185,17 @@ impl Drop for Interruptible {
             // Joining fails only after a panic of the thread, which has been reported.
             let _ = thread.join();
         }
+        Handlers::update(|handlers| handlers.cleanups -= 1);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{getpid, kill_process};
+    use std::env;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
 
     #[test]
     fn a_cleanup_waits_for_the_last_step() {
@@ -169,6 +223,31 @@ mod tests {
         // SIGHUP and SIGQUIT; this process ignores SIGPIPE, as all of Rust's.
         assert_eq!(ignored("Name:\tx\nSigIgn:\t0000000000000005\n"), 5);
         assert_eq!(ignored("SigIgn:\tx"), 0);
-        assert_eq!(heeded(&[SIGTERM, rustix::process::Signal::PIPE.as_raw()]), [SIGTERM]);
+        assert_eq!(not_ignored(&[SIGTERM, Signal::PIPE.as_raw()]), [SIGTERM]);
+    }
+
+    /// The action of a signal is one of the process, so the test is in a process of its own.
+    #[test]
+    fn a_signal_ends_the_process_after_the_last_cleanup() {
+        const MARK: &str = "PARADOR_TEST_OWN_PROCESS";
+        const NAME: &str = "interrupt::tests::a_signal_ends_the_process_after_the_last_cleanup";
+        if env::var_os(MARK).is_none() {
+            let mut own = Command::new(env::current_exe().unwrap());
+            let output = own.args(["--exact", NAME]).env(MARK, "1").output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert_eq!(output.status.signal(), Some(SIGTERM), "{text}");
+            return;
+        }
+        let is_default =
+            || Handlers::update(|handlers| handlers.is_default.clone()).unwrap().load(SeqCst);
+        let first = Interruptible::new().unwrap();
+        drop(Interruptible::new().unwrap());
+        assert!(!is_default(), "the first one handles signals");
+        drop(first);
+        heeded(&ENDING);
+        assert!(!is_default(), "the caller handles signals");
+        Handlers::update(|handlers| handlers.has_others = false);
+        kill_process(getpid(), Signal::TERM).unwrap();
+        thread::sleep(Duration::from_secs(5));
     }
 }

@@ -140,17 +140,18 @@ pub fn line(level: Level, source: &str, text: &str) -> String {
 
 fn formatted(format: Format, level: Level, source: &str, text: &str, more: More<'_>) -> String {
     if format == Format::Text {
-        return format!("{OWN}: {text}\n");
+        return printable_lines(&format!("{OWN}: {text}\n"));
     }
     let record = Record { time: now(), level, source, message: text, more };
     // Numbers and strings always serialize.
     serde_json::to_string(&record).unwrap_or_default() + "\n"
 }
 
-/// Writes to standard error, and ignores that its reader or terminal has gone or does not keep up,
-/// or the disk is full: `eprint` would panic, or wait, and end or stop a running VM.
+/// Writes lines to standard error, and ignores that its reader or terminal has gone or does not
+/// keep up, or the disk is full: `eprint` would panic, or wait, and end or stop a running VM.
+/// Control characters are replaced: files of strangers may have them in names.
 pub fn to_stderr(text: fmt::Arguments<'_>) {
-    write_to_stderr(text.to_string().as_bytes());
+    write_to_stderr(printable_lines(&text.to_string()).as_bytes());
 }
 
 fn write_to_stderr(bytes: &[u8]) {
@@ -262,8 +263,24 @@ fn read(line: &str) -> (Level, String) {
             None => (Level::Warn, line.strip_prefix("parador: ").unwrap_or(line)),
         },
     };
-    let printable = |letter: char| if letter.is_control() && letter != '\t' { '?' } else { letter };
-    (level, text.chars().map(printable).collect())
+    (level, printable(text))
+}
+
+/// Replaces the control characters of a line but tabs by question marks: a terminal would obey
+/// them, and a line end would begin another message.
+pub fn printable(line: &str) -> String {
+    let replace = |letter: char| if letter.is_control() && letter != '\t' { '?' } else { letter };
+    line.chars().map(replace).collect()
+}
+
+/// Does the same as [`printable`] for each line of a text. Raw terminals have lines that end in a
+/// carriage return and a line feed.
+fn printable_lines(text: &str) -> String {
+    let lines = text.split_inclusive('\n').map(|line| {
+        let end = ["\r\n", "\n"].into_iter().find(|end| line.ends_with(end)).unwrap_or_default();
+        printable(&line[..line.len() - end.len()]) + end
+    });
+    lines.collect()
 }
 
 /// Joins the lines of a text.
@@ -297,6 +314,15 @@ mod tests {
         assert_eq!((&record["level"], &record["source"]), (&"warn".into(), &"disk".into()));
         assert_eq!((&record["message"], &record["code"]), (&"a \"text\"".into(), &3.into()));
         assert!(record["time"].as_str().unwrap().ends_with('Z') && record.get("help").is_none());
+    }
+
+    #[test]
+    fn text_has_no_control_characters_but_line_ends() {
+        let text = "keys\r\n\ta\x1b[2J\rb\u{9b}2J\nä\x7f";
+        assert_eq!(printable_lines(text), "keys\r\n\ta?[2J?b?2J\nä?");
+        assert_eq!(printable("a\nparador: b"), "a?parador: b");
+        let line = formatted(Format::Text, Level::Error, OWN, "\x1b]0;title\x07", More::default());
+        assert_eq!(line, "parador: ?]0;title?\n");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
+use crate::store;
 use rustix::fs::{AtFlags, CWD, RenameFlags, StatxAttributes, StatxFlags, renameat_with, statx};
 use rustix::io::Errno;
 use std::env;
@@ -122,13 +123,10 @@ impl OutputFolder {
         interruptible: &Interruptible,
         check: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<(), Failure> {
-        let written = File::open(made).and_then(|file| Ok(rustix::fs::syncfs(file)?));
-        written.file_error("write", made)?;
+        store::sync(made).file_error("write", made)?;
         interruptible.uninterrupted(|| {
             check()?;
-            let exchange =
-                |a: &Path, b: &Path| renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE);
-            swap(made, &self.path, exchange).file_error("replace", &self.path)
+            replace(made, &self.path).file_error("replace", &self.path)
         })?;
         let parent = self.parent();
         File::open(parent).and_then(|folder| folder.sync_all()).file_error("write", parent)
@@ -151,7 +149,15 @@ fn is_mount_point(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Moves the folder `made` to `place`, and the old one to `made`.
+/// Moves the folder `made` to `place`, and the old one, if there is one, to `made`.
+///
+/// # Errors
+/// A folder cannot be moved; the old one stays.
+pub fn replace(made: &Path, place: &Path) -> io::Result<()> {
+    swap(made, place, |a, b| renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE))
+}
+
+/// Does the same as [`replace`].
 fn swap(
     made: &Path,
     place: &Path,

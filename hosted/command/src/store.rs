@@ -10,6 +10,7 @@ use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use crate::lock::{Lock, is_at};
+use crate::output_folder;
 use crate::scratch::{self, ScratchFolder};
 use crate::steps::Steps;
 use crate::trust;
@@ -155,8 +156,7 @@ impl Store {
         };
         exclude_writers(&made).map_err(failed)?;
         let held = self.kind.hold(&made).ok_or_else(incomplete)?;
-        let written = File::open(&made).and_then(|file| Ok(rustix::fs::syncfs(file)?));
-        written.map_err(failed)?;
+        sync(&made).map_err(failed)?;
         let put = || self.put(&made, &place, work.path());
         interruptible.uninterrupted(put).map_err(failed)?;
         find(&place).ok_or_else(incomplete).map(|entry| (entry, held, true))
@@ -279,6 +279,40 @@ fn detach(entry: &Path, store: &Path) -> io::Result<Option<ScratchFolder>> {
     match fs::rename(entry, work.path().join("old")) {
         Err(error) if is_gone(&error) => Ok(None),
         renamed => renamed.map(|()| Some(work)),
+    }
+}
+
+/// Writes all data of the file system of a folder to its disk: after a loss of power, files that
+/// were moved into place before would be empty.
+///
+/// # Errors
+/// The folder cannot be opened, or its file system cannot write.
+pub fn sync(folder: &Path) -> io::Result<()> {
+    Ok(rustix::fs::syncfs(File::open(folder)?)?)
+}
+
+/// Returns whether the folder of an entry without a record has the file `must`, and all of its
+/// files have contents: earlier versions did not call [`sync`].
+pub fn is_whole(folder: &Path, must: &str) -> bool {
+    let has_bytes =
+        |path: &Path| fs::metadata(path).is_ok_and(|found| found.is_file() && found.len() > 0);
+    let mut entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    has_bytes(&folder.join(must)) && entries.all(|entry| has_bytes(&entry.path()))
+}
+
+/// Moves the folder `made` of such an entry, whose files are on the disk, to `place`, unless
+/// another process has moved a whole one there. It is exchanged for a damaged one, which is then
+/// `made`: a whole one that another process moves there meanwhile is replaced, never missing.
+///
+/// # Errors
+/// A folder cannot be moved.
+pub fn put_whole(made: &Path, place: &Path, must: &str) -> io::Result<()> {
+    if is_whole(place, must) {
+        return Ok(());
+    }
+    match output_folder::replace(made, place) {
+        Err(_) if is_whole(place, must) => Ok(()),
+        moved => moved,
     }
 }
 

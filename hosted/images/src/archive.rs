@@ -11,6 +11,9 @@ use tar::{Archive, Entries, EntryType, Header};
 /// Most extended headers of an entry: its path, its link, and one of pax, after a global one.
 const MAX_HEADERS: usize = 4;
 
+/// Last second of ext4, in 2446: the lower 32 bits of its 34 are signed.
+const MAX_TIME: u64 = (1 << 34) - (1 << 31) - 1;
+
 /// Prefix of extended attributes in pax headers.
 const XATTR: &str = "SCHILY.xattr.";
 /// Attributes that a guest gets: of files' capabilities and labels, and of users. Those of file
@@ -244,8 +247,7 @@ impl Extended {
             mode: (number(&old.mode, || header.mode())? & 0o7777) as u16,
             user: self.user.map_or_else(user, Ok)?,
             group: self.group.map_or_else(group, Ok)?,
-            // ext4 has 34 bits.
-            modified: self.modified.map_or_else(modified, Ok)?.min((1 << 34) - 1),
+            modified: self.modified.map_or_else(modified, Ok)?.min(MAX_TIME),
             xattrs: self.xattrs,
         };
         Ok(ArchiveEntry { path: components(&bytes)?, kind, attributes })

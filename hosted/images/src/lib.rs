@@ -32,6 +32,7 @@ use hosted_command::digest::digest;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
+use hosted_command::messages;
 use hosted_command::steps::Steps;
 use hosted_command::store::{Kind, Store, UseLock};
 use manifest::{ArchivedImage, Layer};
@@ -155,7 +156,9 @@ fn failed(path: &Path, error: &io::Error) -> Failure {
     match error.raw_os_error() {
         // Errors of the archive, not of the system; decoders have kinds of their own.
         None if of_contents.contains(&error.kind()) || error.kind() == ErrorKind::InvalidInput => {
-            let text = format!("cannot use the image in {}: {error}", path.display());
+            // It quotes names of the archive.
+            let reason = messages::printable(&error.to_string());
+            let text = format!("cannot use the image in {}: {reason}", path.display());
             Failure::new(failure::BAD_CONFIG, text)
         }
         _ => Failure::file("unpack", path, error),

@@ -4,6 +4,8 @@
 pub const MAX_DOCUMENT: u64 = 4 << 20;
 /// Most indexes inside of each other.
 pub const MAX_NESTING: usize = 4;
+/// Most entries of all indexes of an archive. Docker's official images have about twenty each.
+pub const MAX_MANIFESTS: usize = 1000;
 /// Most layers of an image, as in Docker.
 pub const MAX_LAYERS: usize = 127;
 /// Most entries of all layers, and of an archive of an image.

@@ -1,14 +1,14 @@
 //! Documents of an archive: which image it has, its configuration and its layers.
 
 use crate::archive::refused;
-use crate::limits::{MAX_LAYERS, MAX_NESTING};
+use crate::limits::{MAX_LAYERS, MAX_MANIFESTS, MAX_NESTING};
 use crate::source::{ImageFiles, LAYOUT};
 use hosted_command::digest::hexadecimal;
 use oci_spec::image::{Descriptor, ImageConfiguration, ImageIndex, ImageManifest, OciLayout};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest as _, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Result;
 
 /// Document of `docker save`.
@@ -22,6 +22,8 @@ const INDEXES: [&str; 2] = [
 ];
 /// Annotation with the name of an image in an index.
 const NAME: &str = "org.opencontainers.image.ref.name";
+/// Most names in a message.
+const SHOWN_NAMES: usize = 8;
 
 /// Layer of an image.
 #[derive(Debug, PartialEq, Eq)]
@@ -111,21 +113,33 @@ fn document(source: &ImageFiles, descriptor: &Descriptor) -> Result<(String, Vec
 /// Manifests of an index and of those in it.
 #[derive(Default)]
 struct Found {
+    /// Number of entries of these indexes.
+    entries: usize,
+    /// Digests of the indexes.
+    indexes: BTreeSet<String>,
     /// Those for the guests' platform, or without a platform, by digest, with their names.
     images: BTreeMap<String, (Descriptor, String)>,
     /// Other platforms.
-    others: Vec<String>,
+    others: BTreeSet<String>,
 }
 
 impl Found {
     fn collect(&mut self, source: &ImageFiles, index: &ImageIndex, depth: usize) -> Result<()> {
         for descriptor in index.manifests() {
+            self.entries += 1;
+            if self.entries > MAX_MANIFESTS {
+                return Err(refused(format!("its indexes have more than {MAX_MANIFESTS} entries")));
+            }
+            let digest = descriptor.digest().as_ref().to_owned();
             if INDEXES.contains(&descriptor.media_type().as_ref()) {
                 if depth == MAX_NESTING {
                     return Err(refused(format!("more than {MAX_NESTING} nested indexes")));
                 }
-                let (name, bytes) = document(source, descriptor)?;
-                self.collect(source, &parse(&name, &bytes)?, depth + 1)?;
+                // Indexes that name one several times would multiply at each level.
+                if self.indexes.insert(digest) {
+                    let (name, bytes) = document(source, descriptor)?;
+                    self.collect(source, &parse(&name, &bytes)?, depth + 1)?;
+                }
                 continue;
             }
             let platform = descriptor
@@ -136,12 +150,11 @@ impl Found {
                 // Records of a build, which are no images.
                 Some((os, _)) if os == "unknown" => continue,
                 Some((os, machine)) if (os.as_str(), machine.as_str()) != PLATFORM => {
-                    self.others.push(format!("{os}/{machine}"));
+                    self.others.insert(format!("{os}/{machine}"));
                     continue;
                 }
                 _ => {}
             }
-            let digest = descriptor.digest().as_ref().to_owned();
             let names = descriptor.annotations().as_ref();
             let name = names.and_then(|names| names.get(NAME)).unwrap_or(&digest).clone();
             self.images.insert(digest, (descriptor.clone(), name));
@@ -160,32 +173,51 @@ fn find_in_layout(source: &ImageFiles) -> Result<ArchivedImage> {
     let index: ImageIndex = parse(INDEX, &source.document(INDEX)?)?;
     let mut found = Found::default();
     found.collect(source, &index, 0)?;
-    let mut images = Vec::new();
+    let (mut configs, mut first, mut names) = (BTreeSet::new(), None, Vec::new());
     for (descriptor, name) in found.images.values() {
-        let image = image_of_manifest(source, descriptor)?;
-        match is_for_guests(&image.config) {
-            true => images.push((image, name.as_str())),
-            false => found.others.push(platform(&image.config)),
+        let (file, bytes) = document(source, descriptor)?;
+        let manifest: ImageManifest = parse(&file, &bytes)?;
+        // Manifests of one image may differ in the compression of its layers.
+        if !configs.insert(manifest.config().digest().as_ref().to_owned()) {
+            continue;
+        }
+        let image = image_of_manifest(source, &manifest)?;
+        if is_for_guests(&image.config) {
+            names.push(name.as_str());
+            // The others are but named: each may have a long configuration.
+            first.get_or_insert(image);
+        } else {
+            found.others.insert(platform(&image.config));
         }
     }
-    choose(images, &found.others)
+    choose(first, &names, &found.others)
 }
 
-/// Returns the only image.
-fn choose(mut images: Vec<(ArchivedImage, &str)>, others: &[String]) -> Result<ArchivedImage> {
-    images.dedup_by(|a, b| a.0.digest == b.0.digest);
-    match (images.len(), images.pop()) {
-        (1, Some((image, _))) => Ok(image),
-        (_, Some((_, last))) => {
-            let names: Vec<&str> = images.iter().map(|(_, name)| *name).chain([last]).collect();
-            Err(refused(format!("it has several images: {}", names.join(", "))))
-        }
-        _ if others.is_empty() => Err(refused("it has no image")),
-        _ => {
+/// Returns the only image, which is the first one of these names.
+fn choose(
+    first: Option<ArchivedImage>,
+    names: &[&str],
+    others: &BTreeSet<String>,
+) -> Result<ArchivedImage> {
+    match first {
+        Some(image) if names.len() == 1 => Ok(image),
+        Some(_) => Err(refused(format!("it has several images: {}", joined(names)))),
+        None if others.is_empty() => Err(refused("it has no image")),
+        None => {
             let (os, machine) = PLATFORM;
-            let others = others.join(", ");
+            let others: Vec<&str> = others.iter().map(String::as_str).collect();
+            let others = joined(&others);
             Err(refused(format!("it has no image for {os}/{machine}, but for {others}")))
         }
+    }
+}
+
+/// Joins names for a message, which shows the first ones.
+fn joined(names: &[&str]) -> String {
+    let shown = &names[..names.len().min(SHOWN_NAMES)];
+    match names.len() - shown.len() {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
     }
 }
 
@@ -197,9 +229,7 @@ fn platform(config: &ImageConfiguration) -> String {
     format!("{}/{}", config.os(), config.architecture())
 }
 
-fn image_of_manifest(source: &ImageFiles, descriptor: &Descriptor) -> Result<ArchivedImage> {
-    let (name, bytes) = document(source, descriptor)?;
-    let manifest: ImageManifest = parse(&name, &bytes)?;
+fn image_of_manifest(source: &ImageFiles, manifest: &ImageManifest) -> Result<ArchivedImage> {
     let (name, bytes) = document(source, manifest.config())?;
     let config = parse(&name, &bytes)?;
     let files = manifest.layers().iter().map(|layer| {
@@ -214,7 +244,7 @@ fn find_of_docker(source: &ImageFiles) -> Result<ArchivedImage> {
     let [DockerImage { config: name, layers, .. }] = &images[..] else {
         let names = images.iter().flat_map(|image| image.repo_tags.iter().flatten());
         let names: Vec<&str> = names.map(String::as_str).collect();
-        let (count, names) = (images.len(), names.join(", "));
+        let (count, names) = (images.len(), joined(&names));
         return Err(refused(format!("it has {count} images, one is needed: {names}")));
     };
     let bytes = source.document(name)?;
@@ -225,7 +255,7 @@ fn find_of_docker(source: &ImageFiles) -> Result<ArchivedImage> {
     }
     let config: ImageConfiguration = parse(name, &bytes)?;
     if !is_for_guests(&config) {
-        return choose(Vec::new(), &[platform(&config)]);
+        return choose(None, &[], &BTreeSet::from([platform(&config)]));
     }
     image(digest, config, layers.iter().map(|file| (file.clone(), None)).collect())
 }

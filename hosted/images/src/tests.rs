@@ -472,6 +472,73 @@ fn one_image_for_the_guests_platform_is_needed() {
     place.unpack(&layout(files, &[nested, record])).unwrap();
 }
 
+/// Adds an index of these descriptors to the files of a layout; returns its descriptor.
+fn index(files: &mut Files, entries: &[String]) -> String {
+    let index = format!("{{\"schemaVersion\":2,\"manifests\":[{}]}}", entries.join(","));
+    let digest = put(files, index.into_bytes());
+    descriptor("application/vnd.oci.image.index.v1+json", &digest, "")
+}
+
+#[test]
+fn repeated_indexes_are_read_once() {
+    let place = Place::new();
+    let mut files = Files::new();
+    let own = image(&mut files, &layers(), &[gzip], "amd64");
+    // Each names the one below 200 times: 1.6 billion reads.
+    let nested =
+        (0..limits::MAX_NESTING).fold(own, |below, _| index(&mut files, &vec![below; 200]));
+    place.unpack(&layout(files, &[nested])).unwrap();
+}
+
+#[test]
+fn the_number_of_manifests_is_limited() {
+    let place = Place::new();
+    let mut files = Files::new();
+    let other = image(&mut files, &layers(), &[gzip], "arm64");
+    let half = vec![other; limits::MAX_MANIFESTS / 2];
+    let text = place.unpack(&layout(files.clone(), &half)).unwrap_err();
+    assert!(text.contains("no image for linux/amd64, but for linux/arm64\n"), "{text}");
+    let nested = index(&mut files, &half);
+    let all = [&half[..], &[nested]].concat();
+    let text = place.unpack(&layout(files, &all)).unwrap_err();
+    assert!(text.contains("its indexes have more than 1000 entries"), "{text}");
+}
+
+#[test]
+fn manifests_with_the_same_configuration_are_one_image() {
+    let place = Place::new();
+    let mut files = Files::new();
+    let plain: Pack = <[u8]>::to_vec;
+    let own = [plain, gzip, zstd].map(|pack| image(&mut files, &layers(), &[pack], "amd64"));
+    place.unpack(&layout(files.clone(), &own)).unwrap();
+    let place = Place::new();
+    let images: Vec<String> = (0..20)
+        .map(|number| {
+            let layer = TarBuilder::new().file("number", &[number]).bytes();
+            image(&mut files, &[layer], &[plain], "amd64")
+        })
+        .collect();
+    let text = place.unpack(&layout(files, &images)).unwrap_err();
+    assert!(text.contains(" and 12 more"), "{text}");
+}
+
+#[test]
+fn names_of_an_archive_are_plain_text_in_messages() {
+    let place = Place::new();
+    let layer = TarBuilder::new().file("../\x1b[2J\nparador: all is well\n", b"").bytes();
+    let text = place.unpack(&docker(&[layer])).unwrap_err();
+    assert!(text.contains("entry ../?[2J?parador: all is well?: "), "{text:?}");
+}
+
+#[test]
+fn times_after_the_last_one_of_ext4_are_that() {
+    let place = Place::new();
+    let layer = TarBuilder::new().pax(&[("mtime", b"17179869183")]).file("late", b"").bytes();
+    let unpacked = place.unpack(&docker(&[layer])).unwrap();
+    let stat = tool("debugfs", &["-R", "stat late"], &unpacked.disk);
+    assert!(stat.contains("mtime: 0x7fffffff:00000003"), "{stat}");
+}
+
 #[test]
 fn malformed_documents_are_refused() {
     let place = Place::new();

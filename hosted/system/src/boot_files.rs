@@ -100,7 +100,7 @@ impl ResolvedSystem {
                     "not enough memory ({given}): guests need {}, boot files {}, Parador {}",
                     Size(self.guest_memory()),
                     Size(boot_files),
-                    Size(needed - self.guest_memory() - boot_files),
+                    Size(needed.saturating_sub(self.guest_memory()).saturating_sub(boot_files)),
                 );
                 let help = format!("give the machine at least {}M", needed.div_ceil(1 << 20));
                 problems

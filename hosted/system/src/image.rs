@@ -13,20 +13,22 @@ use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::programs::{Named, Programs};
+use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::steps::Steps;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::value::Size;
 use hosted_kbuild::module;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use tempfile::TempDir;
 
 /// File name of the bundle in an image's folder.
 const BUNDLE: &str = "bundle";
+/// Name prefix of the folders of running builds, which may be in users' folders.
+const WORK: &str = ".parador-image-";
 
 /// Build options in addition to the description.
 #[derive(Clone, Debug, Default)]
@@ -39,7 +41,8 @@ pub struct Options {
     pub iso: Option<PathBuf>,
 }
 
-/// A complete image.
+/// A complete image. While it lives, no other process builds one in its folder. That of [`build`]
+/// has one user until [`Image::share`].
 #[derive(Debug)]
 pub struct Image {
     /// Kernel: PVH and Multiboot2.
@@ -48,6 +51,8 @@ pub struct Image {
     pub bundle: PathBuf,
     /// Length of the bundle in bytes.
     pub bundle_length: u64,
+    /// Lock of its folder.
+    reservation: Option<File>,
 }
 
 impl Image {
@@ -70,8 +75,18 @@ impl Image {
         let kernel = folder.join(resolved.board.architecture().kernel());
         let bundle = folder.join(BUNDLE);
         fs::metadata(&kernel).map_err(|error| missing(&kernel, error))?;
+        let reservation = reserve(folder, File::try_lock_shared)?;
         let length = fs::metadata(&bundle).map_err(|error| missing(&bundle, error))?.len();
-        Ok(Self { kernel, bundle, bundle_length: length })
+        Ok(Self { kernel, bundle, bundle_length: length, reservation })
+    }
+
+    /// Lets other processes read the image in `folder`, too.
+    ///
+    /// # Errors
+    /// Another process has taken the lock to replace the image: code 71.
+    pub fn share(self, folder: &Path) -> Result<Self, Failure> {
+        let reservation = self.reservation.map(|file| lock(file, folder, File::try_lock_shared));
+        Ok(Self { reservation: reservation.transpose()?.flatten(), ..self })
     }
 }
 
@@ -93,6 +108,7 @@ pub fn build(
     resolved.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
+    let reservation = reserve(folder, File::try_lock)?;
     let files = boot_files(resolved, &artifacts, staging.path(), steps, &interruptible)?;
     resolved.check_files(&files)?;
 
@@ -117,20 +133,48 @@ pub fn build(
         kernel: folder.join(architecture.kernel()),
         bundle: folder.join(BUNDLE),
         bundle_length,
+        reservation,
     };
     let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("write", to);
-    put(&kernel, &image.kernel)?;
-    put(&bundle, &image.bundle)?;
-    if let Some((made, path)) = &iso {
-        put(&made.path().join(ISO), path)?;
-    }
+    interruptible.uninterrupted(|| {
+        put(&kernel, &image.kernel)?;
+        put(&bundle, &image.bundle)?;
+        iso.iter().try_for_each(|(made, path)| put(&made.path().join(ISO), path))
+    })?;
     Ok(image)
 }
 
+/// Locks an image's folder until the result is dropped (flock(2)); `None`: its file system, such as
+/// that of some networks, has no locks.
+fn reserve(
+    folder: &Path,
+    take: impl FnOnce(&File) -> Result<(), TryLockError>,
+) -> Result<Option<File>, Failure> {
+    lock(File::open(folder).file_error("open", folder)?, folder, take)
+}
+
+/// Does the same with the opened folder. A lock that it has is converted.
+fn lock(
+    file: File,
+    folder: &Path,
+    take: impl FnOnce(&File) -> Result<(), TryLockError>,
+) -> Result<Option<File>, Failure> {
+    match take(&file) {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::Error(_)) => Ok(None),
+        Err(TryLockError::WouldBlock) => {
+            let text = format!("another process uses the image in {}", folder.display());
+            Err(Failure::new(failure::OS_ERROR, text)
+                .help("wait for its end, or use another folder: `-o FOLDER`"))
+        }
+    }
+}
+
 /// Creates a folder for unfinished files next to the result.
-fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failure> {
+fn stage(folder: &Path, interruptible: &Interruptible) -> Result<ScratchFolder, Failure> {
     fs::create_dir_all(folder).file_error("create the folder", folder)?;
-    let staging = TempDir::with_prefix_in(".partial-", folder).file_error("write to", folder)?;
+    scratch::remove_abandoned(folder, WORK);
+    let staging = ScratchFolder::new_in(folder, WORK).file_error("write to", folder)?;
     interruptible.remove_on_signal(staging.path());
     Ok(staging)
 }
@@ -377,7 +421,7 @@ fn make_iso(
     bundle: &Path,
     steps: &Steps,
     interruptible: &Interruptible,
-) -> Result<TempDir, Failure> {
+) -> Result<ScratchFolder, Failure> {
     let folder =
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let staging = stage(folder, interruptible)?;
@@ -460,6 +504,23 @@ mod tests {
         };
         assert_eq!(content("root"), vec![7; 5000]);
         assert_eq!(content("system"), b"text");
+    }
+
+    #[test]
+    fn a_built_image_is_shared() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let reservation = reserve(folder, File::try_lock).unwrap();
+        let (kernel, bundle) = (folder.join("kernel"), folder.join(BUNDLE));
+        let image = Image { kernel, bundle, bundle_length: 0, reservation };
+        assert!(reserve(folder, File::try_lock_shared).is_err());
+        let image = image.share(folder).unwrap();
+        let other = reserve(folder, File::try_lock_shared).unwrap();
+        assert!(other.is_some());
+        drop(other);
+        assert_eq!(reserve(folder, File::try_lock).unwrap_err().code(), failure::OS_ERROR);
+        drop(image);
+        assert!(reserve(folder, File::try_lock).unwrap().is_some());
     }
 
     #[test]

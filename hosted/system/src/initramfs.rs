@@ -38,6 +38,8 @@ const FIELDS: usize = 13;
 /// Indices of fields: bytes of the content; bytes of the name with its terminating zero.
 const SIZE: usize = 6;
 const NAME_LENGTH: usize = 11;
+/// Longest file in bytes, which eight digits state.
+pub(crate) const LONGEST: u64 = u32::MAX as u64;
 /// Name of the last entry.
 const TRAILER: &str = "TRAILER!!!";
 /// Name of the program that the kernel starts.

@@ -26,7 +26,7 @@ use hosted_kbuild::kernel::KernelFile;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -192,9 +192,8 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
 
     let parent = output.parent();
     let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
-    fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
     // Root works there: only root and the caller of sudo may change what the path resolves to.
-    let parent = &trust::check_for(parent, caller)?;
+    let parent = &trust::check_for(&create_for_owner(parent, caller)?, caller)?;
     let output = output.in_parent(parent);
     let interruptible = Interruptible::new()?;
     let lock = Lock::wait(Path::new(ARCHIVES_LOCK), "a disk", steps)?;
@@ -436,17 +435,27 @@ fn make(
     let version = kernel_version(&tree)?;
     copy_boot_files(&tree, &version, result)?;
     steps.run("disk", |step| {
-        let disk = result.join(DISK);
-        write_partition_table(&disk, size.0)?;
-        step.now("copying files");
-        let mut command = contained("mke2fs")?;
-        command.args(["-q", "-F", "-t", "ext4", "-L", "debian", "-d"]).arg(&tree);
-        command.arg("-E").arg(format!("offset={PARTITION}"));
-        command.arg(&disk).arg(format!("{}k", (size.0 - PARTITION) >> 10));
-        run(&mut command, "mke2fs", step, interruptible)
-            .map_err(|error| error.help("check the free space on this disk, and --size"))?;
+        write_disk(&result.join(DISK), *size, &tree, step, interruptible)?;
         Ok(((), format!("{size}, Linux {version}")))
     })
+}
+
+/// Creates the disk with the files of the tree.
+fn write_disk(
+    disk: &Path,
+    size: Size,
+    tree: &Path,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(), Failure> {
+    write_partition_table(disk, size.0)?;
+    step.now("copying files");
+    let mut command = contained("mke2fs")?;
+    command.args(["-q", "-F", "-t", "ext4", "-L", "debian", "-d"]).arg(tree);
+    command.arg("-E").arg(format!("offset={PARTITION}"));
+    command.arg(disk).arg(format!("{}k", (size.0 - PARTITION) >> 10));
+    run(&mut command, "mke2fs", step, interruptible)
+        .map_err(|error| error.help("check the free space on this disk, and --size"))
 }
 
 /// Returns the program that executes those of a disk, and its handler for binfmt_misc; nothing if
@@ -563,6 +572,31 @@ fn write_partition_table(path: &Path, size: u64) -> Result<(), Failure> {
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     fs::write(path, bytes).file_error("write", path)
+}
+
+/// Creates a folder and those above it that are missing, gives each to the owner of the one above,
+/// because a user has a folder in the own one, not one of root, and returns its path without links.
+///
+/// # Errors
+/// Others than root and `caller` can change where the folders are created ([`trust::check_for`]):
+/// they could choose the file that root gives away. A folder cannot be created.
+fn create_for_owner(folder: &Path, caller: Option<u32>) -> Result<PathBuf, Failure> {
+    if folder.is_dir() {
+        return trust::check_for(folder, caller);
+    }
+    let above = folder.parent().filter(|above| *above != Path::new("")).unwrap_or(Path::new("."));
+    let above = create_for_owner(above, caller)?;
+    let Some(name) = folder.file_name() else {
+        return trust::check_for(&above.join(".."), caller);
+    };
+    let folder = above.join(name);
+    let created = match fs::create_dir(&folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+        Err(error) => Err(error),
+        Ok(()) => fs::metadata(&above)
+            .and_then(|owner| lchown(&folder, Some(owner.uid()), Some(owner.gid()))),
+    };
+    created.file_error("create the folder", &folder).map(|()| folder)
 }
 
 /// Gives a folder and its files to the owner of `parent`: results of `sudo` belong to the user.

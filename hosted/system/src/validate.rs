@@ -27,7 +27,7 @@ use crate::resolved::{
 };
 use crate::vtlb;
 use attachments::Attached;
-use cpus::{CpuRequest, MAX_CPUS, least_cpus};
+use cpus::{CpuRequest, least_cpus, most_cpus};
 use devices::MachineDevices;
 use hosted_command::architecture::{Architecture, GuestArchitecture};
 use hosted_command::failure::Failure;
@@ -117,9 +117,7 @@ impl Validator<'_> {
         self.architecture = system.board.architecture();
         self.bus = VirtioBus::of(self.architecture, system.iommu);
         self.features(&system, &vm);
-        self.limit("virtual machines", compiled::MAX_VMS, &vm);
-        self.limit("tasks", compiled::MAX_TASKS, &task);
-        self.limit("servers", compiled::MAX_SERVERS, &server);
+        self.limits(&vm, &task, &server);
         if vm.is_empty() && task.is_empty() {
             self.problems.push(empty_system(system_span));
         }
@@ -164,6 +162,13 @@ impl Validator<'_> {
         resolved
     }
 
+    /// Checks the numbers of VMs, tasks and servers.
+    fn limits<V, T, S>(&mut self, vms: &[Spanned<V>], tasks: &[Spanned<T>], servers: &[Spanned<S>]) {
+        self.limit("virtual machines", compiled::MAX_VMS, vms);
+        self.limit("tasks", compiled::MAX_TASKS, tasks);
+        self.limit("servers", compiled::MAX_SERVERS, servers);
+    }
+
     /// Resolves all VMs with their disks and network cards.
     fn vms(
         &mut self,
@@ -195,17 +200,18 @@ impl Validator<'_> {
         requests: &[CpuRequest],
         tasks: &[ResolvedTask],
     ) -> Option<u32> {
+        let most = most_cpus(self.architecture);
         let described = system.cpus.as_ref().map(|cpus| (*cpus.get_ref(), Some(cpus.span())));
         match overrides.cpus.map(|cpus| (cpus, None)).or(described) {
             Some((cpus, span)) => {
-                if cpus == 0 || cpus > MAX_CPUS {
-                    let message = format!("cpus must be 1 to {MAX_CPUS} (got {cpus})");
+                if cpus == 0 || cpus > most {
+                    let message = format!("cpus must be 1 to {most} (got {cpus})");
                     self.problems.push(Problem { span, ..Problem::new(0..0, message) });
                 }
                 Some(cpus)
             }
             None if system.board == Board::Pc => None,
-            None => Some(least_cpus(requests, tasks, system.share_cpus)),
+            None => Some(least_cpus(requests, tasks, system.share_cpus, most)),
         }
     }
 

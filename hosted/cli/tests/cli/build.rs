@@ -217,5 +217,5 @@ fn a_cd_rom_image() {
     let iso = String::from_utf8(folder.read("boot.iso")).unwrap();
     assert!(iso.contains("multiboot2 /boot/parador/kernel.elf log=com2"), "{iso}");
     assert!(iso.contains("module2 /boot/parador/bundle"), "{iso}");
-    assert!(!folder.list("").iter().any(|name| name.starts_with(".partial")));
+    assert!(!folder.list("").iter().any(|name| name.starts_with(".parador")));
 }

@@ -3,7 +3,7 @@
 use crate::support::{Folder, ONE_VM, bzimage, code, errors, image_arm64};
 
 /// Runs `system check` on a description beside a good kernel, a cut-short one and a RAM disk.
-fn check(description: &str) -> (i32, String) {
+pub fn check(description: &str) -> (i32, String) {
     let folder = Folder::new(description);
     folder.write("kernel", &bzimage());
     folder.write("short", &bzimage()[..1200]);
@@ -14,18 +14,18 @@ fn check(description: &str) -> (i32, String) {
 }
 
 /// `description` is refused with this exit code; the message starts so.
-fn refused(description: &str, expected_code: i32, start: &str) {
+pub fn refused(description: &str, expected_code: i32, start: &str) {
     let (code, errors) = check(description);
     assert!(errors.starts_with(start), "{description}\nexpected {start}\ngot {errors}");
     assert_eq!(code, expected_code, "{description}\n{errors}");
     assert!(errors.contains("\n      | "), "no caret\n{errors}");
 }
 
-fn system(lines: &str) -> String {
+pub fn system(lines: &str) -> String {
     format!("{ONE_VM}cpus = 1\n").replacen("\n\n", &format!("\n{lines}\n\n"), 1)
 }
 
-fn vm(lines: &str) -> String {
+pub fn vm(lines: &str) -> String {
     format!("{ONE_VM}{lines}\n")
 }
 

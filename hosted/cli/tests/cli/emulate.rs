@@ -11,7 +11,9 @@ use rustix::termios::{LocalModes, tcgetattr};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::process::Stdio;
+use std::os::unix::fs::MetadataExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
 
 fn folder() -> Folder {
     let folder = Folder::new(ONE_VM);
@@ -173,6 +175,57 @@ fn standard_input_reaches_the_guest() {
     child.stdin.take().unwrap().write_all(b"a\x01xb\n").unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!((code(&output), &output.stdout[..]), (0, &b"got a\x01xb\n"[..]));
+}
+
+#[test]
+fn an_image_and_a_log_have_one_writer() {
+    let folder = folder();
+    let mut first = folder
+        .emulate(&endless(&folder), &[])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for(&folder.path("pid"));
+    let bundle = std::fs::metadata(folder.path("image/bundle")).unwrap().ino();
+    let is_refused = |command: &mut Command, message: &str| {
+        let output = command.output().unwrap();
+        let text = errors(&output);
+        assert!(code(&output) == 71 && text.contains(message), "{text}");
+    };
+    let used = "another process uses the image in image\n   help: wait for its end, or use";
+    is_refused(&mut folder.emulate("exit 33", &["--log", "other.log"]), used);
+    is_refused(&mut folder.parador(&["system", "build", "system.toml", "-o", "image"]), used);
+    let elsewhere = ["system", "emulate", "system.toml", "-o", "other", "--log"];
+    let emulate = |log: &str| {
+        let mut command = folder.parador(&elsewhere);
+        command.arg(log).env("PARADOR_QEMU", folder.script("qemu", "exit 33"));
+        command
+    };
+    let written = "another emulation writes its kernel log to image/kernel.log\n   help: use";
+    is_refused(&mut emulate("image/kernel.log"), written);
+    is_refused(&mut folder.emulate("exit 33", &["--no-build"]), written);
+    let reader = &["--no-build", "--log", "other.log"];
+    assert_eq!(code(&folder.emulate("exit 33", reader).output().unwrap()), 0);
+    assert_eq!(code(&emulate("/dev/null").output().unwrap()), 0);
+    assert_eq!(std::fs::metadata(folder.path("image/bundle")).unwrap().ino(), bundle);
+    send(&first, Signal::TERM);
+    first.wait().unwrap();
+    assert_eq!(code(&folder.emulate("exit 33", &[]).output().unwrap()), 0);
+    assert_eq!(folder.list("image"), ["bundle", "kernel.elf", "kernel.log"]);
+}
+
+#[test]
+fn what_killed_builds_leave_goes() {
+    let folder = folder();
+    for name in ["image/.parador-image-left", "image/.other"] {
+        std::fs::create_dir_all(folder.path(name)).unwrap();
+        let old = SystemTime::now() - Duration::from_secs(120);
+        File::open(folder.path(name)).unwrap().set_modified(old).unwrap();
+    }
+    assert_eq!(code(&folder.emulate("exit 33", &[]).output().unwrap()), 0);
+    assert_eq!(folder.list("image"), [".other", "bundle", "kernel.elf", "kernel.log"]);
 }
 
 /// Writes its process number and stays.

@@ -4,9 +4,12 @@
 mod afterburn;
 mod build;
 mod check;
+mod ci;
 mod emulate;
+mod fetch;
 mod graph;
 mod kernel;
+mod limits;
 mod rootfs;
 mod run;
 mod support;

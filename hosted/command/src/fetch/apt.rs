@@ -13,10 +13,20 @@ use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 use tempfile::NamedTempFile;
 
-/// Source of packages for another architecture.
-const SOURCE: &str = "deb http://deb.debian.org/debian bookworm main\n";
+/// Sources of packages for another architecture: those of the host's in a new installation.
+const SOURCE: &str = "\
+deb http://deb.debian.org/debian bookworm main
+deb http://deb.debian.org/debian bookworm-updates main
+deb http://deb.debian.org/debian-security bookworm-security main
+";
+/// File whose modification is the last update of a foreign architecture's lists, and whose contents
+/// are the sources of it.
+const STAMP: &str = "updated";
+/// Age at which these lists are updated: a mirror has no packages that have been replaced.
+const MAX_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Apt for an architecture.
 #[derive(Clone, Debug)]
@@ -24,19 +34,79 @@ pub(super) struct Apt {
     /// Settings for each command.
     options: Vec<String>,
     architecture: GuestArchitecture,
+    /// Lists of packages that are not the host's.
+    lists: Option<Lists>,
+}
+
+/// Lists of packages of a foreign architecture.
+#[derive(Clone, Debug)]
+struct Lists {
+    /// Folder with the lists, the packages, and the settings.
+    folder: PathBuf,
+    /// This process has updated them.
+    is_updated: bool,
+}
+
+impl Lists {
+    fn path(&self) -> PathBuf {
+        self.folder.join("lists")
+    }
+
+    /// Returns whether lists of packages have been fetched.
+    fn exist(&self) -> Result<bool, Failure> {
+        let path = self.path();
+        let entries = fs::read_dir(&path).file_error("read", &path)?;
+        let mut names = entries.flatten().map(|entry| entry.file_name());
+        Ok(names.any(|name| name.to_string_lossy().contains("_Packages")))
+    }
+
+    /// Returns whether the lists are those of all sources, and not too old.
+    fn are_current(&self) -> Result<bool, Failure> {
+        let stamp = self.folder.join(STAMP);
+        let modified = fs::metadata(&stamp).and_then(|found| found.modified());
+        let age = modified.ok().and_then(|time| time.elapsed().ok());
+        let is_young = age.is_some_and(|age| age < MAX_AGE);
+        let is_same = fs::read(&stamp).is_ok_and(|bytes| bytes == SOURCE.as_bytes());
+        Ok(is_young && is_same && self.exist()?)
+    }
+
+    /// Waits for other processes that update the lists, which apt would refuse.
+    fn lock(&self, step: &Step) -> Result<Lock, Failure> {
+        Lock::wait_within(&self.folder.join("lock"), step)
+    }
 }
 
 impl Apt {
-    /// Returns apt for packages of this architecture; fetches the lists of packages of a foreign
-    /// one if there are none.
+    /// Calls `act` with apt for packages of this architecture. If it fails with older lists of a
+    /// foreign one, updates them and calls it again: it may name a package that was replaced.
+    pub(super) fn with<T>(
+        architecture: GuestArchitecture,
+        step: &Step,
+        act: impl Fn(&Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        step.now("querying apt");
+        let mut apt = Self::new(architecture, step)?;
+        act(&apt).or_else(|failure| match &apt.lists {
+            Some(lists) if !lists.is_updated && failure.code() == failure::UNAVAILABLE => {
+                let _lock = lists.lock(step)?;
+                apt.update(step)?;
+                act(&apt)
+            }
+            _ => Err(failure),
+        })
+    }
+
+    /// Returns apt for packages of this architecture; updates the lists of packages of a foreign
+    /// one if there are none or they are old.
     pub(super) fn new(architecture: GuestArchitecture, step: &Step) -> Result<Self, Failure> {
         if architecture == GuestArchitecture::X86 {
-            return Ok(Self { options: Vec::new(), architecture });
+            return Ok(Self { options: Vec::new(), architecture, lists: None });
         }
         let folder = cache::folder()?.join(format!("apt-{}", architecture.debian()));
-        let (lists, archives) = (folder.join("lists"), folder.join("cache"));
+        let archives = folder.join("cache");
+        let lists = Lists { folder: folder.clone(), is_updated: false };
         let (partial, source) = ("partial", folder.join("sources.list"));
-        for path in [lists.join(partial), archives.join("archives").join(partial)] {
+        for path in [lists.path().join(partial), archives.join("archives").join(partial)] {
             fs::create_dir_all(&path).file_error("create the folder", &path)?;
         }
         write_source(&source)?;
@@ -45,21 +115,34 @@ impl Apt {
         let settings = [
             ("APT::Architecture", name.to_owned()),
             ("APT::Architectures", name.to_owned()),
-            ("Dir::State::Lists", shown(&lists)),
+            ("Dir::State::Lists", shown(&lists.path())),
             ("Dir::Cache", shown(&archives)),
             ("Dir::Etc::SourceParts", "/dev/null".to_owned()),
             ("Dir::Etc::SourceList", shown(&source)),
         ];
         let words = settings.map(|(name, value)| ["-o".to_owned(), format!("{name}={value}")]);
-        let apt = Self { options: words.concat(), architecture };
-        if !has_packages(&lists)? {
-            // apt refuses to update lists that another process updates.
-            let _lock = Lock::wait_within(&folder.join("lock"), step)?;
-            if !has_packages(&lists)? {
+        let mut apt = Self { options: words.concat(), architecture, lists: Some(lists.clone()) };
+        if !lists.are_current()? {
+            let _lock = lists.lock(step)?;
+            if !lists.are_current()? {
                 apt.update(step)?;
             }
         }
         Ok(apt)
+    }
+
+    /// Returns the remedy for packages that cannot be fetched.
+    pub(super) fn help(&self) -> &'static str {
+        match self.lists {
+            None => {
+                "check the network and run `apt-get update`, or use a file in the description \
+                 instead of \"debian\" or \"busybox\""
+            }
+            Some(_) => {
+                "check the network, then run the same command again, or use a file in the \
+                 description instead of \"debian\" or \"busybox\""
+            }
+        }
     }
 
     /// Returns the architecture of the packages.
@@ -76,10 +159,21 @@ impl Apt {
         }
     }
 
-    /// Fetches the lists of packages.
-    fn update(&self, step: &Step) -> Result<(), Failure> {
+    /// Updates the lists of packages of a foreign architecture, which the caller has locked. Those
+    /// of a source that cannot be reached stay as they are.
+    fn update(&mut self, step: &Step) -> Result<(), Failure> {
         step.now("fetching the lists of packages");
-        self.run("apt-get", "the lists of packages", |command| command.arg("update")).map(drop)
+        let what = "the lists of packages";
+        let updated = self.run("apt-get", what, |command| command.arg("update"));
+        let Some(lists) = &mut self.lists else { return updated.map(drop) };
+        match updated {
+            Err(failure) if lists.exist()? => step.warn(&failure.message()),
+            updated => drop(updated?),
+        }
+        lists.is_updated = true;
+        // After a failure, too: without a network each build would wait for it.
+        let stamp = lists.folder.join(STAMP);
+        fs::write(&stamp, SOURCE).file_error("write", &stamp)
     }
 
     /// Returns the description of a package.
@@ -117,6 +211,7 @@ impl Apt {
         arguments: impl FnOnce(&mut Command) -> &mut Command,
     ) -> Result<Output, Failure> {
         run(name, what, |command| arguments(command.args(&self.options)))
+            .map_err(|failure| failure.help(self.help()))
     }
 }
 
@@ -133,13 +228,6 @@ fn write_source(path: &Path) -> Result<(), Failure> {
         Ok(file.persist(path)?)
     });
     written.map(drop).file_error("write", path)
-}
-
-/// Returns whether lists of packages have been fetched into the folder `lists`.
-fn has_packages(lists: &Path) -> Result<bool, Failure> {
-    let entries = fs::read_dir(lists).file_error("read", lists)?;
-    let mut names = entries.flatten().map(|entry| entry.file_name());
-    Ok(names.any(|name| name.to_string_lossy().contains("_Packages")))
 }
 
 /// Output of `apt-cache show` about one version of a package.
@@ -177,10 +265,7 @@ pub(super) fn run(
     let stderr = String::from_utf8_lossy(&output.stderr);
     let reasons: Vec<&str> = stderr.lines().filter(|line| line.starts_with("E:")).collect();
     let reason = if reasons.is_empty() { stderr.trim().to_owned() } else { reasons.join(" ") };
-    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}")).help(
-        "check the network and run `apt-get update`, or use a file in the description instead of \
-         \"debian\" or \"busybox\"",
-    ))
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}")))
 }
 
 #[cfg(test)]

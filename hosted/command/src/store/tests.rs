@@ -48,6 +48,26 @@ fn a_full_disk_is_said_before_the_build() {
 }
 
 #[test]
+fn damaged_entries_are_replaced_and_whole_ones_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let [place, made] = ["place", "made"].map(|name| folder.path().join(name));
+    let put = |must: &str, other: &str| {
+        fs::create_dir(&made).unwrap();
+        fs::write(made.join("must"), must).unwrap();
+        fs::write(made.join("other"), other).unwrap();
+        put_whole(&made, &place, "must").unwrap();
+        let _ = fs::remove_dir_all(&made);
+        fs::read_to_string(place.join("must")).unwrap()
+    };
+    assert_eq!(put("", "a"), "", "the first one");
+    assert_eq!(put("b", ""), "b");
+    assert!(!is_whole(&place, "must"));
+    assert_eq!(put("c", "c"), "c");
+    assert!(is_whole(&place, "must") && !is_whole(&place, "none"));
+    assert_eq!(put("d", "d"), "c", "another process was first");
+}
+
+#[test]
 fn entries_in_use_stay_from_the_lookup_on() {
     let (_folder, store) = store();
     for is_new in [true, false] {

@@ -28,6 +28,33 @@ fn a_named_pipe_is_no_key() {
 }
 
 #[test]
+fn new_folders_belong_to_the_owner_of_the_one_above() {
+    let above = tempfile::tempdir().unwrap();
+    if rustix::process::geteuid().is_root() {
+        lchown(above.path(), Some(1234), Some(5678)).unwrap();
+    }
+    let owner = |path: &Path| fs::metadata(path).map(|found| (found.uid(), found.gid())).unwrap();
+    let new = above.path().join("a/../b/c");
+    let caller = Some(owner(above.path()).0);
+    let real = above.path().canonicalize().unwrap().join("b/c");
+    for _ in 0..2 {
+        assert_eq!(create_for_owner(&new, caller).unwrap(), real);
+    }
+    for path in ["a", "b", "b/c"] {
+        assert_eq!(owner(&above.path().join(path)), owner(above.path()), "{path}");
+    }
+    fs::write(above.path().join("file"), "").unwrap();
+    assert!(create_for_owner(&above.path().join("file"), caller).is_err());
+    // Nothing is created where others can move the folders.
+    let open = above.path().join("open");
+    fs::create_dir(&open).unwrap();
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
+    let failure = create_for_owner(&open.join("a/b"), caller).unwrap_err();
+    assert_eq!(failure.code(), failure::PERMISSION);
+    assert!(!open.join("a").exists());
+}
+
+#[test]
 fn what_is_there_is_kept() {
     let folder = tempfile::tempdir().unwrap();
     let mut options = options(folder.path().join("debian"));

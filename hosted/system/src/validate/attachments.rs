@@ -6,6 +6,7 @@ use crate::attach::{
 };
 use crate::boot_files::{file_length, unreadable};
 use crate::description::{self, ServerKind};
+use crate::initramfs::LONGEST;
 use crate::resolved::ResolvedServer;
 use hosted_command::problem::Problem;
 use proto::service::MAX_SESSIONS;
@@ -86,8 +87,13 @@ impl Validator<'_> {
         let mut files: Vec<PathBuf> = Vec::new();
         for text in written {
             let path = self.folder.join(text.get_ref());
-            if let Err(error) = file_length(&path) {
-                self.problems.push(unreadable(text.span(), "file", &path, &error));
+            let length = file_length(&path);
+            if let Err(error) = &length {
+                self.problems.push(unreadable(text.span(), "file", &path, error));
+            } else if length.is_ok_and(|length| length > LONGEST) {
+                let message = format!("{} has 4 GiB or more", path.display());
+                let help = "a RAM disk holds shorter files only; attach a disk with this file";
+                self.problems.push(Problem::new(text.span(), message).help(help));
             } else if files.iter().any(|other| other.file_name() == path.file_name()) {
                 let message = format!("another file has the same name as {}", path.display());
                 let help = "all files are in /root in the guest; rename one";

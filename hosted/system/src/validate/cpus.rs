@@ -4,6 +4,7 @@ use super::Validator;
 use crate::cpu_time::Promises;
 use crate::description::{self, Cpus};
 use crate::resolved::{ResolvedSystem, ResolvedTask, plural};
+use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
 use proto::system::MAX_VCPUS;
 use std::collections::HashMap;
@@ -11,7 +12,9 @@ use std::ops::Range;
 use toml::Spanned;
 
 /// QEMU's limit for the q35 board with default settings.
-pub(super) const MAX_CPUS: u32 = 288;
+const MAX_CPUS: u32 = 288;
+/// Largest number of CPUs of QEMU's machine `virt` that the kernel uses.
+const MAX_CPUS_ARM64: u32 = 64;
 /// Remedy for CPUs that two VMs request.
 const SHARE_HELP: &str = "use other CPUs, or allow time slices with [system] share_cpus = true";
 
@@ -139,14 +142,27 @@ impl CpuRequest {
     }
 }
 
-/// Returns the default number of CPUs of an emulated machine.
-pub(super) fn least_cpus(requests: &[CpuRequest], tasks: &[ResolvedTask], share: bool) -> u32 {
+/// Returns the largest number of CPUs of a machine.
+pub(super) fn most_cpus(architecture: Architecture) -> u32 {
+    match architecture {
+        Architecture::X86 => MAX_CPUS,
+        Architecture::Arm64 => MAX_CPUS_ARM64,
+    }
+}
+
+/// Returns the default number of CPUs of an emulated machine, which has `most` at most.
+pub(super) fn least_cpus(
+    requests: &[CpuRequest],
+    tasks: &[ResolvedTask],
+    share: bool,
+    most: u32,
+) -> u32 {
     let vcpus = requests.iter().map(|request| request.vcpus);
     let together = if share { vcpus.max() } else { vcpus.reduce(u32::saturating_add) };
     let pins = requests.iter().flat_map(|request| &request.pins).map(|pin| *pin.get_ref());
     let named = pins.chain(tasks.iter().map(|task| task.cpu)).max();
     let least = together.unwrap_or(1).max(named.map_or(1, |cpu| cpu.saturating_add(1)));
-    least.clamp(1, MAX_CPUS)
+    least.clamp(1, most)
 }
 
 fn no_such_cpu(cpu: u32, count: u32) -> String {

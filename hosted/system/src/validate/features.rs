@@ -1,4 +1,4 @@
-//! Features that a board does not have yet, and its limits.
+//! Features that a board does not have yet, and its limits besides that of CPUs.
 
 use super::Validator;
 use crate::attach::{Bus, EmulatedDisk, MAX_LINES, MAX_MMIO_DEVICES, VirtioBus};
@@ -7,8 +7,6 @@ use hosted_command::architecture::Architecture;
 use hosted_command::problem::Problem;
 use toml::Spanned;
 
-/// Largest number of CPUs of QEMU's machine `virt` that the kernel uses.
-const MAX_CPUS: u32 = 64;
 /// Remedy for a feature that the board does not have.
 const HELP: &str = "remove it, or use board = \"qemu-q35\"";
 
@@ -22,10 +20,6 @@ impl Validator<'_> {
         for vm in vms.iter().filter(|vm| !vm.get_ref().npt) {
             let message = "board \"qemu-virt\" has no vTLB yet";
             self.problems.push(Problem::new(vm.get_ref().name.span(), message).help(HELP));
-        }
-        if let Some(cpus) = system.cpus.as_ref().filter(|cpus| *cpus.get_ref() > MAX_CPUS) {
-            let message = format!("board \"qemu-virt\" has at most {MAX_CPUS} CPUs");
-            self.problems.push(Problem::new(cpus.span(), message));
         }
     }
 

@@ -7,6 +7,7 @@ use crate::attach::MachineDevice;
 use crate::description::{self, Console, Log, Restart, ServerKind};
 use crate::resolved::ResolvedServer;
 use hosted_command::problem::Problem;
+use proto::system::MAX_SERVERS;
 use std::ops::Range;
 use toml::Spanned;
 
@@ -60,6 +61,7 @@ impl Validator<'_> {
             if machine.log == Log::Com1 {
                 self.problems.push(log_conflict(user.span.clone()));
             }
+            self.console_fits(user, &servers);
             servers.push(ResolvedServer {
                 name: CONSOLE_NAME.to_owned(),
                 kind: ServerKind::Console,
@@ -72,6 +74,23 @@ impl Validator<'_> {
             });
         }
         servers
+    }
+
+    /// Checks that a server for the console can be added to those that are described. More than
+    /// the limit have been reported.
+    fn console_fits(&mut self, user: &ConsoleClient, described: &[ResolvedServer]) {
+        if described.iter().any(|server| server.name == CONSOLE_NAME) {
+            let message = format!("the server of this console is named `{CONSOLE_NAME}`, too");
+            let problem = Problem::new(user.span.clone(), message);
+            self.problems.push(problem.help("choose another name for the other server"));
+        }
+        if described.len() == MAX_SERVERS {
+            let message = format!(
+                "this console needs a server beside {MAX_SERVERS} others (limit {MAX_SERVERS})"
+            );
+            let problem = Problem::new(user.span.clone(), message);
+            self.problems.push(problem.help("remove a server, or use console = \"none\""));
+        }
     }
 
     /// Checks that the console has one client, or several that all share it.
