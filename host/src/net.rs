@@ -266,16 +266,26 @@ impl<T: Transport> NetEndpoint for FrameEndpoint<'_, T> {
 }
 
 /// Attaches a descriptor of `/dev/net/tun` to the tap device with this name
-/// (`Documentation/networking/tuntap.rst` in Linux).
+/// (`Documentation/networking/tuntap.rst` in Linux). A persistent device keeps header length and
+/// offloads of its former user; both are reset.
 pub fn attach_tap(fd: u32, name: [u8; 16]) -> Result<(), Errno> {
     // `struct ifreq`: name, flags, padding.
     let mut request = [0_u8; 40];
     request[..16].copy_from_slice(&name);
     let flags = if_tun::IFF_TAP | if_tun::IFF_NO_PI | if_tun::IFF_VNET_HDR;
     request[16..20].copy_from_slice(&flags.to_le_bytes());
-    let arguments = [fd.into(), ioctl::TUNSETIFF.into(), request.as_mut_ptr() as u64, 0, 0, 0];
-    // SAFETY: the request has the required size, and is read and written.
-    unsafe { sys::call(linux::__NR_ioctl, arguments) }.map(drop)
+    let mut header = HEADER;
+    let calls = [
+        (ioctl::TUNSETIFF, request.as_mut_ptr() as u64),
+        (ioctl::TUNSETVNETHDRSZ, &raw mut header as u64),
+        (ioctl::TUNSETOFFLOAD, 0),
+    ];
+    for (call, argument) in calls {
+        let arguments = [fd.into(), call.into(), argument, 0, 0, 0];
+        // SAFETY: the request and the length have the required sizes. The offloads are a value.
+        unsafe { sys::call(linux::__NR_ioctl, arguments) }?;
+    }
+    Ok(())
 }
 
 /// Result of [`Sender::send`] and [`Receiver::receive`].

@@ -73,7 +73,8 @@ pub fn enter(separates_children: bool) -> Entered {
     }
 }
 
-fn unshare(namespaces: u32) -> Result<(), Errno> {
+/// Gives the calling thread new namespaces.
+pub(crate) fn unshare(namespaces: u32) -> Result<(), Errno> {
     let arguments = [namespaces.into(), 0, 0, 0, 0, 0];
     // SAFETY: no memory is accessed.
     unsafe { sys::call(linux::__NR_unshare, arguments).map(drop) }

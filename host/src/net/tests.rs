@@ -1,6 +1,8 @@
 use std::boxed::Box;
 use std::fmt::Arguments;
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::net::UdpSocket;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::string::{String, ToString};
@@ -16,6 +18,7 @@ use vmm_mem::GuestMemory;
 use vmm_mem::testing::memory;
 
 use super::*;
+use crate::sandbox;
 
 /// A VM that counts notifications and keeps warnings.
 #[derive(Default)]
@@ -281,4 +284,52 @@ fn forged_lengths_are_bounded() {
 fn only_a_tun_descriptor_becomes_a_tap_device() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     assert!(attach_tap(ours.as_raw_fd() as u32, [b'x'; 16]).is_err());
+}
+
+/// QEMU and others use headers of 12 bytes and all offloads, which a persistent device keeps.
+#[test]
+fn a_tap_device_does_not_keep_the_settings_of_its_former_user() {
+    const SIOCETHTOOL: u32 = 0x8946;
+    const ETHTOOL_GTSO: u32 = 0x1e;
+    // The namespace of this thread, and its devices, end with it.
+    if let Err(error) = sandbox::unshare(linux::CLONE_NEWNET) {
+        std::println!("skipped: no network namespace: {error}");
+        return;
+    }
+    let control = |file: &dyn AsRawFd, call: u32, argument: u64| {
+        let arguments = [file.as_raw_fd() as u64, call.into(), argument, 0, 0, 0];
+        // SAFETY: the arguments below are values, or addresses of memory with the required size.
+        unsafe { sys::call(linux::__NR_ioctl, arguments) }.unwrap();
+    };
+    let open = || File::options().read(true).write(true).open("/dev/net/tun");
+    let former = match open() {
+        // A host without the driver, or a container without access to its devices.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
+            std::println!("skipped: no TAP devices: /dev/net/tun: {error}");
+            return;
+        }
+        opened => opened.unwrap(),
+    };
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    let name = *b"tap0\0\0\0\0\0\0\0\0\0\0\0\0";
+    let does_tso = || {
+        let mut value = [ETHTOOL_GTSO, 0];
+        let start = u64::from_ne_bytes(*b"tap0\0\0\0\0");
+        let mut request = [start, 0, value.as_mut_ptr() as u64, 0, 0];
+        control(&socket, SIOCETHTOOL, request.as_mut_ptr() as u64);
+        value[1] != 0
+    };
+    attach_tap(former.as_raw_fd() as u32, name).unwrap();
+    let mut length = 12_u32;
+    control(&former, ioctl::TUNSETPERSIST, 1);
+    control(&former, ioctl::TUNSETVNETHDRSZ, &raw mut length as u64);
+    let offloads = if_tun::TUN_F_CSUM | if_tun::TUN_F_TSO4;
+    control(&former, ioctl::TUNSETOFFLOAD, offloads.into());
+    assert!(does_tso());
+    drop(former);
+
+    let own = open().unwrap();
+    attach_tap(own.as_raw_fd() as u32, name).unwrap();
+    control(&own, ioctl::TUNGETVNETHDRSZ, &raw mut length as u64);
+    assert_eq!((length, does_tso()), (HEADER, false));
 }

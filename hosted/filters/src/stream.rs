@@ -7,12 +7,12 @@ use crate::Error;
 use crate::rules::{Rules, allow, allow_all, compile, own_memory};
 
 /// Installs the filter of a switch server: it forwards frames between sockets that it has or
-/// accepts, and locks the folder of this descriptor at the end.
+/// accepts, and locks the file of this descriptor at the end.
 ///
 /// # Errors
 /// The filter cannot be installed.
-pub fn confine_switch(folder: u32) -> Result<(), Error> {
-    Ok(seccompiler::apply_filter(&switch(folder).and_then(compile)?)?)
+pub fn confine_switch(lock: u32) -> Result<(), Error> {
+    Ok(seccompiler::apply_filter(&switch(lock).and_then(compile)?)?)
 }
 
 /// Installs the filter of a process that forwards frames between sockets that it has.
@@ -24,10 +24,10 @@ pub fn confine_relay() -> Result<(), Error> {
 }
 
 /// Filter of a switch server.
-pub fn switch(folder: u32) -> Result<Rules, BackendError> {
+pub fn switch(lock: u32) -> Result<Rules, BackendError> {
     let mut rules = stream_forwarder()?;
     allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::FIONBIO)]])?;
-    allow(&mut rules, linux::__NR_flock, &[&[(0, folder)]])?;
+    allow(&mut rules, linux::__NR_flock, &[&[(0, lock)]])?;
     // Credentials of the peer.
     let peer = [(1, net::SOL_SOCKET), (2, net::SO_PEERCRED)];
     allow(&mut rules, linux::__NR_getsockopt, &[&peer])?;

@@ -673,6 +673,7 @@ fn run_vcpu(
     }
     // The other vCPUs end, too.
     board.end(outcome, host);
+    gate.end();
 }
 
 /// Prints the registers of a failed vCPU.

@@ -156,11 +156,14 @@ impl Backend {
     /// Finds the program that runs such a kernel, and decides what depends on the host.
     pub fn new(spec: &Spec, image: &KernelImage<'_>, named: &Named) -> Result<Self, Failure> {
         match image {
-            KernelImage::Kvm(_) => Ok(Self {
-                program: Program::Kvm,
-                command_line: line(spec, KVM_COMMAND_LINE),
-                programs: named.clone(),
-            }),
+            KernelImage::Kvm(kernel) => {
+                let command_line = line(spec, KVM_COMMAND_LINE);
+                // A bzImage states its limit, and other kernels have others.
+                if command_line.len() > MAX_COMMAND_LINE && is_vmlinux(kernel) {
+                    return Err(too_long(&command_line));
+                }
+                Ok(Self { program: Program::Kvm, command_line, programs: named.clone() })
+            }
             KernelImage::Process(_) => Self::of_processes(spec, named),
         }
     }
@@ -172,12 +175,8 @@ impl Backend {
             true => (line(spec, COMMAND_LINE), option::COMPAT),
             false => (line(spec, &format!("{COMMAND_LINE} {NO_COMPAT}")), 0),
         };
-        let length = command_line.len();
-        if length > MAX_COMMAND_LINE {
-            let text =
-                format!("the kernel command line has {length} bytes (limit {MAX_COMMAND_LINE})");
-            return Err(Failure::new(failure::BAD_CONFIG, text)
-                .help("shorten --cmdline; move settings to a script on a disk or --share"));
+        if command_line.len() > MAX_COMMAND_LINE {
+            return Err(too_long(&command_line));
         }
         let options = compat | if use_keys { option::KEYS } else { 0 };
         let program = Program::Wedge { wedge, options, open };
@@ -350,6 +349,20 @@ fn line(spec: &Spec, own: &str) -> String {
     }
 }
 
+/// Refuses a command line that Linux would truncate.
+fn too_long(command_line: &str) -> Failure {
+    let length = command_line.len();
+    let text = format!("the kernel command line has {length} bytes (limit {MAX_COMMAND_LINE})");
+    Failure::new(failure::BAD_CONFIG, text)
+        .help("shorten --cmdline; move settings to a script on a disk or --share")
+}
+
+/// Returns whether a kernel is an ELF file of Linux, which has its banner uncompressed.
+fn is_vmlinux(kernel: &[u8]) -> bool {
+    const BANNER: &[u8] = b"Linux version ";
+    kernel.starts_with(b"\x7fELF") && kernel.windows(BANNER.len()).any(|bytes| bytes == BANNER)
+}
+
 /// Decides whether protection keys isolate the guest kernel from guest user mode. Returns the
 /// reason, too, if they are wanted but unavailable.
 fn use_protection_keys(vm: &VmConfig) -> Result<(bool, Option<&'static str>), Failure> {
@@ -434,4 +447,28 @@ fn busybox() -> Result<Vec<u8>, Failure> {
         Ok(((path, ()), title))
     })?;
     initramfs::busybox(Architecture::X86, &busybox, &[], &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    #[test]
+    fn a_command_line_that_linux_would_truncate_is_refused() {
+        let backend = |kernel: &[u8], length| {
+            let mut config = Config::default();
+            config.vm.cmdline = Some("x".repeat(length));
+            let spec = config.validate(true).unwrap();
+            let kernel = KernelImage::Kvm(Large::copy_of(kernel).unwrap());
+            Backend::new(&spec, &kernel, &Named::default()).map(drop)
+        };
+        let vmlinux = b"\x7fELF \0Linux version 6.1\0";
+        backend(vmlinux, 1000).unwrap();
+        let failure = backend(vmlinux, MAX_COMMAND_LINE).unwrap_err();
+        assert_eq!(failure.code(), failure::BAD_CONFIG);
+        assert!(failure.to_string().contains("limit 2047"), "{failure}");
+        backend(b"\x7fELF \0another kernel\0", MAX_COMMAND_LINE).unwrap();
+        backend(b"bzImage Linux version 6.1", MAX_COMMAND_LINE).unwrap();
+    }
 }

@@ -141,15 +141,20 @@ impl Wedge {
     }
 }
 
+/// Creates a memory file that can be executed.
+pub fn executable_memory(name: &str, flags: MemfdFlags) -> io::Result<File> {
+    // Hosts before Linux 6.3 do not support the flag and do not need it.
+    let made = match memfd_create(name, flags | MemfdFlags::EXEC) {
+        Err(Errno::INVAL) => memfd_create(name, flags),
+        made => made,
+    };
+    Ok(made?.into())
+}
+
 /// Returns a memory file with the copy of the wedge, executable and sealed. `exec` closes it.
 pub fn wedge_in_memory() -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Hosts before Linux 6.3 do not support the flag and do not need it.
-    let made = match memfd_create(WEDGE.name, flags | MemfdFlags::EXEC) {
-        Err(Errno::INVAL) => memfd_create(WEDGE.name, flags),
-        made => made,
-    };
-    let mut file = File::from(made?);
+    let mut file = executable_memory(WEDGE.name, flags)?;
     file.write_all(WEDGE.copy)?;
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     fcntl_add_seals(&file, seals)?;

@@ -1,8 +1,8 @@
 //! Detects 32-bit user mode on the host, whose system calls set up thread-local storage of a
 //! guest's 32-bit applications.
 
-use rustix::fs::{MemfdFlags, memfd_create};
-use std::fs::File;
+use crate::companion::executable_memory;
+use rustix::fs::MemfdFlags;
 use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::process::{Command, Stdio};
@@ -51,8 +51,8 @@ fn program() -> Vec<u8> {
 
 /// Runs the program.
 pub fn is_there() -> bool {
-    let Ok(file) = memfd_create("parador-32-bit", MemfdFlags::CLOEXEC) else { return false };
-    let mut file = File::from(file);
+    let file = executable_memory("parador-32-bit", MemfdFlags::CLOEXEC);
+    let Ok(mut file) = file else { return false };
     if file.write_all(&program()).is_err() {
         return false;
     }

@@ -217,7 +217,7 @@ impl HostConsole {
 
 /// Returns standard output or error, if the path names it: opened a second time, a file would have
 /// another position, and a socket cannot be opened.
-fn own_stream(path: &Path) -> Option<BorrowedFd<'static>> {
+pub fn own_stream(path: &Path) -> Option<BorrowedFd<'static>> {
     match path.to_str()? {
         "/dev/stdout" | "/proc/self/fd/1" | "/dev/fd/1" => Some(stdout()),
         "/dev/stderr" | "/proc/self/fd/2" | "/dev/fd/2" => Some(stderr()),

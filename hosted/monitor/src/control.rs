@@ -91,6 +91,8 @@ struct VmStatus {
     balloon: Option<u64>,
     events: Events,
     commands: VecDeque<(Command, oneshot::Sender<Answer>)>,
+    /// Commands sent to the VM's first process, as bytes, with the receivers of their results.
+    waiting: Vec<(u8, oneshot::Sender<Answer>)>,
     /// Wakes the debugger.
     debugger: Option<UnixStream>,
 }
@@ -102,6 +104,31 @@ impl VmStatus {
             // If the pipe is full, the debugger wakes up anyway.
             let _ = write(debugger, &[0]);
         }
+    }
+
+    /// Takes the next pending command whose client still waits. Other clients have got an error,
+    /// or have disconnected.
+    fn next_command(&mut self) -> Option<(Command, oneshot::Sender<Answer>)> {
+        loop {
+            let next = self.commands.pop_front()?;
+            if !next.1.is_closed() {
+                return Some(next);
+            }
+        }
+    }
+
+    /// Completes the oldest command to the first process of this kind.
+    fn complete(&mut self, byte: u8, state: State) {
+        if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
+            // The client may have disconnected in the meantime.
+            let _ = self.waiting.remove(index).1.send(Ok(state));
+        }
+    }
+
+    /// Drops all commands: nothing will execute them.
+    fn discard_commands(&mut self) {
+        self.commands.clear();
+        self.waiting.clear();
     }
 }
 
@@ -176,6 +203,7 @@ impl Control {
             balloon: balloon(&config),
             events: Events::new(sink),
             commands: VecDeque::new(),
+            waiting: Vec::new(),
             debugger: None,
         };
         Ok((
@@ -238,7 +266,7 @@ impl Control {
     fn commands_before_boot(&self) -> Option<BootEnd> {
         let mut status = self.status();
         loop {
-            let (command, answer) = status.commands.pop_front()?;
+            let (command, answer) = status.next_command()?;
             let (said, end) = match command {
                 Command::Boot => (Ok(State::Starting), Some(BootEnd::Boot)),
                 Command::Terminate => (Ok(State::Ended), Some(BootEnd::Cause(ExitCause::Request))),
@@ -273,10 +301,14 @@ impl Control {
         memory.try_clone().and_then(|memory| Ok((memory, shared.try_clone()?))).ok()
     }
 
-    /// Records that the VM exited with this code and restarts.
+    /// Records that the VM exited with this code and restarts. The commands that its first process
+    /// has not completed are refused.
     pub fn reset(&self, code: u8) {
         let mut status = self.status();
         status.process = None;
+        for (_, answer) in status.waiting.drain(..) {
+            let _ = answer.send(Err("the VM restarts".to_owned()));
+        }
         status.resets += 1;
         status.events.record(Event::Reset { code });
     }
@@ -288,7 +320,7 @@ impl Control {
         status.state = State::Ended;
         status.notify_debugger();
         status.process = None;
-        status.commands.clear();
+        status.discard_commands();
         status.events.record(Event::Ended { code, reason: reason.to_owned() });
         let sink = status.events.close();
         // Clients must not wait for the sink's reader.
@@ -298,7 +330,7 @@ impl Control {
 
     /// Drops the pending commands: nothing will execute them.
     pub fn discard_commands(&self) {
-        self.status().commands.clear();
+        self.status().discard_commands();
     }
 
     /// Records a panic of the guest kernel.
@@ -439,9 +471,13 @@ impl Control {
                 let _ = answer.send(Err("too many pending commands (limit 16)".to_owned()));
             }
         }
+        self.wake_supervisor();
+        answered
+    }
+
+    fn wake_supervisor(&self) {
         // If the pipe is full, the supervisor wakes up anyway.
         let _ = write(&self.0.waker, &[0]);
-        answered
     }
 }
 

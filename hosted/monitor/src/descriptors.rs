@@ -4,8 +4,13 @@
 //! between `fork` and `exec`, where it reports no useful error, so the limit is checked before.
 
 use command_fds::{CommandFdExt, FdMapping};
+use host_linux::sys::{NumberCall, call_with_numbers};
 use hosted_command::failure::{self, Failure};
+use rustix::fs::{OFlags, fcntl_getfl};
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::process::Command;
 
@@ -18,6 +23,27 @@ const FIRST: u32 = 3;
 /// Linux before 5.11 cannot do it; they are inherited there.
 pub fn withhold_inherited() {
     let _ = host_linux::sys::close_at_exec(FIRST);
+}
+
+/// Duplicates the descriptor with this number, with which this process was started: the copy has
+/// the same position in a file, and sockets cannot be opened again. Callers must not have opened
+/// any descriptors of their own, which could have the number.
+///
+/// # Errors
+/// The number is not open for writing, or there are too many descriptors.
+pub fn duplicate_inherited(number: u32) -> io::Result<File> {
+    let copy = File::open("/dev/null")?;
+    let own = copy.as_raw_fd() as u32;
+    if own == number {
+        return Err(Errno::BADF.into());
+    }
+    let arguments = [number.into(), own.into(), OFlags::CLOEXEC.bits().into(), 0];
+    call_with_numbers(NumberCall::Duplicate, arguments)
+        .map_err(|error| io::Error::from_raw_os_error(error.0))?;
+    match fcntl_getfl(&copy)? & OFlags::ACCMODE {
+        OFlags::RDONLY => Err(Errno::BADF.into()),
+        _ => Ok(copy),
+    }
 }
 
 /// Passes descriptors to the program of `command`, called `name` in messages. `last` is the highest
@@ -64,6 +90,8 @@ fn needed(mappings: &[FdMapping], last: i32) -> u32 {
 mod tests {
     use super::*;
     use rustix::io::fcntl_dupfd_cloexec;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
 
     /// Returns a descriptor with this number, or a higher one if it is in use.
     fn from(number: i32) -> std::os::fd::OwnedFd {
@@ -99,5 +127,26 @@ mod tests {
         assert_eq!(failure.code(), failure::OS_ERROR);
         let text = format!("cannot start a program: RLIMIT_NOFILE is {most}, but {}", most + 1);
         assert!(failure.to_string().contains(&text), "{failure}");
+    }
+
+    #[test]
+    fn an_inherited_descriptor_shares_its_position() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let mut file = File::create(&path).unwrap();
+        file.write_all(b"before ").unwrap();
+        duplicate_inherited(file.as_raw_fd() as u32).unwrap().write_all(b"event ").unwrap();
+        file.write_all(b"after").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "before event after");
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        duplicate_inherited(theirs.as_raw_fd() as u32).unwrap().write_all(b"event").unwrap();
+        let mut bytes = [0; 5];
+        ours.read_exact(&mut bytes).unwrap();
+        assert_eq!(bytes, *b"event");
+        let read_only = File::open(&path).unwrap();
+        for number in [read_only.as_raw_fd() as u32, 1 << 20] {
+            let error = duplicate_inherited(number).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(Errno::BADF.raw_os_error()));
+        }
     }
 }

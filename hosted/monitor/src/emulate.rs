@@ -15,7 +15,7 @@ use hosted_system::resolved::ResolvedSystem;
 use hosted_system::rootfs;
 use rustix::process::Signal;
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -67,8 +67,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
         .map_err(|failure| failure.help(qemu_help(system)))?;
     command.args(arguments(system, image, options));
-    // QEMU truncates the log, but only if it gets to open it: an old log would mislead.
-    fs::write(&options.log, "").file_error("write", &options.log)?;
+    let _log = reserve_log(&options.log)?;
     let start = Instant::now();
     let machine = VmProcess::start("QEMU", command)?;
     let limit = deadline(options.timeout);
@@ -93,6 +92,24 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
     let Verdict { text, code, .. } = &verdict;
     messages::to_stderr(format_args!("parador: {text} (exit code {code}, {seconds:.1} s)\n"));
     Ok(verdict.code)
+}
+
+/// Empties the file of a kernel log: QEMU does so only if it gets to open it, and an old log would
+/// mislead. Another emulation does not take the file until the result is dropped: the exit code may
+/// be that of the log.
+fn reserve_log(path: &Path) -> Result<File, Failure> {
+    let mut options = File::options();
+    let log = options.write(true).create(true).truncate(false).open(path);
+    let log = log.file_error("write", path)?;
+    if !log.metadata().file_error("read", path)?.is_file() {
+        return Ok(log);
+    }
+    if let Err(TryLockError::WouldBlock) = log.try_lock() {
+        let text = format!("another emulation writes its kernel log to {}", path.display());
+        return Err(Failure::new(failure::OS_ERROR, text).help("use another file: `--log FILE`"));
+    }
+    log.set_len(0).file_error("write", path)?;
+    Ok(log)
 }
 
 /// Checks that QEMU can open a disk, for a better message than its own.

@@ -3,7 +3,7 @@
 
 use crate::exit::ExitCause;
 use hosted_command::failure::{Failure, IoContext};
-use hosted_command::interrupt::ENDING;
+use hosted_command::interrupt::{ENDING, heeded};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read};
 use signal_hook::low_level::pipe;
@@ -38,8 +38,8 @@ pub trait EventHandler {
     fn ready(&mut self, source: Self::Source) -> Result<Option<Self::End>, Failure>;
 }
 
-/// One pipe for each termination signal, readable once the signal has arrived; the signals have no
-/// other effect.
+/// One pipe for each termination signal that the process does not ignore, readable once the signal
+/// has arrived; the signals have no other effect.
 pub struct EndingSignals(Vec<(i32, UnixStream)>);
 
 impl EndingSignals {
@@ -50,7 +50,7 @@ impl EndingSignals {
         if let Some(all) = ALL.get() {
             return Ok(all);
         }
-        let pipes = ENDING.into_iter().map(|signal| {
+        let pipes = heeded(&ENDING).into_iter().map(|signal| {
             let (ours, theirs) = UnixStream::pair()?;
             pipe::register(signal, theirs)?;
             Ok((signal, ours))
@@ -146,6 +146,7 @@ fn poll_timeout(deadline: Option<Instant>) -> Option<Option<Timespec>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     use std::io::{Read, Write};
 
     /// Counts the bytes of two sockets; ends after three, or when both are closed.
@@ -199,6 +200,26 @@ mod tests {
         assert_eq!(end, Some(ExitCause::Timeout));
         drop((first, second));
         assert_eq!(run(&mut handler, &none, None, "wait").unwrap(), None);
+    }
+
+    /// A process gets its ignored signals from its parent, so the test is in a process of its own.
+    #[test]
+    fn a_signal_that_nohup_ignores_stays_ignored() {
+        const MARK: &str = "PARADOR_TEST_OWN_PROCESS";
+        const NAME: &str = "event_loop::tests::a_signal_that_nohup_ignores_stays_ignored";
+        if std::env::var_os(MARK).is_none() {
+            let mut shell = std::process::Command::new("sh");
+            shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).env(MARK, "1");
+            shell.arg(std::env::current_exe().unwrap()).args(["--exact", NAME]);
+            let output = shell.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let signals = EndingSignals::subscribe().unwrap();
+        let subscribed: Vec<i32> = signals.0.iter().map(|(signal, _)| *signal).collect();
+        assert_eq!(subscribed, [SIGINT, SIGTERM]);
+        assert!(heeded(&[SIGHUP]).is_empty());
     }
 
     #[test]

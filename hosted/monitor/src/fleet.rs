@@ -14,13 +14,14 @@ use hosted_command::output::print;
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal};
+use std::io::{self, ErrorKind, IsTerminal};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, UnixStream};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
@@ -30,6 +31,9 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Longest command that is shown, in characters.
 const SHOWN: usize = 60;
+
+/// Warnings of the last query: `top` asks each second, and monitoring systems often.
+static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// Options of `parador ps`.
 #[derive(Debug, Args)]
@@ -56,7 +60,8 @@ pub struct MetricsOptions {
 }
 
 /// Part of a VM's own description ([`crate::control::VmInfo`]).
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 struct Described {
     backend: String,
     pid: u32,
@@ -102,23 +107,47 @@ impl VmReport {
     }
 }
 
-/// Asks all VMs. One that ends meanwhile is left out; one that does not answer is reported.
+/// Asks all VMs. One that has ended meanwhile is left out; others that do not answer are reported.
 async fn reports() -> Result<Vec<VmReport>, Failure> {
-    let asked = RuntimeFolder::existing()?.vms()?.into_iter().map(|(name, socket)| {
-        let shown = name.clone();
-        let asked = tokio::spawn(tokio::time::timeout(TIMEOUT, VmReport::ask(name, socket)));
-        (shown, asked)
+    let (reports, warnings) = ask_all(RuntimeFolder::existing()?.vms()?).await;
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    new_warnings(warnings, &mut said).iter().for_each(|text| say(Level::Warn, text));
+    Ok(reports)
+}
+
+/// Returns the warnings that the former query did not have.
+fn new_warnings(warnings: Vec<String>, former: &mut BTreeSet<String>) -> Vec<String> {
+    let now = BTreeSet::from_iter(warnings);
+    let new = now.difference(former).cloned().collect();
+    *former = now;
+    new
+}
+
+/// Asks the VMs with these control sockets; returns the warnings of those that do not answer, too.
+async fn ask_all(vms: Vec<(VmName, PathBuf)>) -> (Vec<VmReport>, Vec<String>) {
+    let asked = vms.into_iter().map(|(name, socket)| {
+        let asked = VmReport::ask(name.clone(), socket.clone());
+        (name, socket, tokio::spawn(tokio::time::timeout(TIMEOUT, asked)))
     });
-    let mut reports = Vec::new();
-    for (name, asked) in asked.collect::<Vec<_>>() {
+    let (mut reports, mut warnings) = (Vec::new(), Vec::new());
+    for (name, socket, asked) in asked.collect::<Vec<_>>() {
+        let name = name.as_str();
         match asked.await {
             Ok(Ok(Ok(report))) => reports.push(report),
-            // Its socket is gone.
-            Ok(Ok(Err(_))) => {}
-            _ => say(Level::Warn, &format!("the VM {} does not answer", name.as_str())),
+            Ok(Ok(Err(_))) if has_ended(&socket).await => {}
+            Ok(Ok(Err(failure))) => {
+                warnings.push(format!("cannot query the VM {name}: {}", failure.message()));
+            }
+            _ => warnings.push(format!("the VM {name} does not answer")),
         }
     }
-    Ok(reports)
+    (reports, warnings)
+}
+
+/// Returns whether no process serves a control socket any more.
+async fn has_ended(socket: &Path) -> bool {
+    let kind = UnixStream::connect(socket).await.map_err(|error| error.kind());
+    matches!(kind, Err(ErrorKind::NotFound | ErrorKind::ConnectionRefused))
 }
 
 fn runtime() -> Result<Runtime, Failure> {
@@ -282,6 +311,9 @@ pub fn metrics(options: &MetricsOptions) -> Result<u8, Failure> {
 mod tests {
     use super::*;
     use crate::statistics::testing::statistics;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+    use std::thread;
 
     fn at(uptime_ms: u64, user_ms: u64, [run_ms, steal_ms]: [u64; 2], bytes: u64) -> Statistics {
         let vcpu_times = vec![VcpuTime { run_ms, steal_ms, idle_ms: 0 }; 2];
@@ -308,5 +340,49 @@ mod tests {
         assert!(restarted.contains(" 0.0 "), "{restarted}");
         let text = line("a", &Statistics { guest_memory: None, ..former }, None);
         assert!(text.contains(" - "), "{text}");
+    }
+
+    #[test]
+    fn a_warning_is_said_once() {
+        let mut former = BTreeSet::new();
+        let mut new = |texts: &[&str]| {
+            new_warnings(texts.iter().map(|&text| text.to_owned()).collect(), &mut former)
+        };
+        assert_eq!(new(&["a"]), ["a"]);
+        assert_eq!(new(&["a", "b"]), ["b"]);
+        assert_eq!(new(&["a", "b"]), [""; 0]);
+        assert_eq!(new(&["b"]), [""; 0]);
+        assert_eq!(new(&["a", "b"]), ["a"], "it had answered meanwhile");
+    }
+
+    #[test]
+    fn a_running_vm_is_shown_or_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        // Each answer ends its connection.
+        let serve = |name: &str, body: &'static str| {
+            let listener = UnixListener::bind(path(name)).unwrap();
+            thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let mut stream = stream.unwrap();
+                    // A connection without a request only tests for the process.
+                    if stream.read(&mut [0; 1024]).is_ok_and(|count| count != 0) {
+                        let length = body.len();
+                        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n");
+                        stream.write_all((head + body).as_bytes()).unwrap();
+                    }
+                }
+            });
+        };
+        serve("other", "{}");
+        serve("broken", "[");
+        drop(UnixListener::bind(path("killed")).unwrap());
+        let names = ["other", "broken", "killed", "ended"];
+        let vms = names.map(|name| (VmName::parse(name).unwrap(), path(name))).to_vec();
+        let (reports, warnings) = runtime().unwrap().block_on(ask_all(vms));
+        let shown: Vec<_> = reports.iter().map(|report| report.row().name).collect();
+        assert_eq!(shown, ["other"]);
+        assert_eq!(warnings.len(), 1);
+        assert!(warnings[0].starts_with("cannot query the VM broken: "), "{warnings:?}");
     }
 }

@@ -1,13 +1,14 @@
 //! Lines for a file, pipe or terminal whose reader may stall.
 //!
-//! A thread writes them with blocking writes: that is right for all of these, needs no flag of an
+//! A thread writes them and waits for room: that is right for all of these, needs no flag of an
 //! open file that other processes may share, and leaves no line half written while others wait.
 
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, say};
+use hosted_command::streams;
 use std::convert::Infallible;
 use std::fs::File;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -61,9 +62,9 @@ impl Drop for LineSink {
 }
 
 /// Writes lines until the queue is closed or a write fails.
-fn write_lines(mut file: File, queue: Receiver<Vec<u8>>, option: &str) {
+fn write_lines(file: File, queue: Receiver<Vec<u8>>, option: &str) {
     for line in queue {
-        let Err(error) = file.write_all(&line) else { continue };
+        let Err(error) = streams::write_all(&file, &line) else { continue };
         // A named pipe may get another reader.
         if error.kind() != ErrorKind::BrokenPipe {
             // A part of the line may be in the file: another one would continue it.
@@ -104,6 +105,18 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines.iter().all(|line| line.len() == 9999) && text.ends_with('\n'));
         assert!(lines.is_sorted() && lines.len() >= MAX_BACKLOG && lines.len() < 2000);
+    }
+
+    /// Another program that shares the pipe may have made it non-blocking.
+    #[test]
+    fn a_full_pipe_that_does_not_block_loses_nothing() {
+        let (mut from, to) = pipe().unwrap();
+        rustix::io::ioctl_fionbio(&to, true).unwrap();
+        let sink = LineSink::start(OwnedFd::from(to).into(), "a test").unwrap();
+        sink.write(vec![b'x'; 1 << 20]);
+        let reader = thread::spawn(move || from.read_to_end(&mut Vec::new()));
+        drop(sink);
+        assert_eq!(reader.join().unwrap().unwrap(), 1 << 20);
     }
 
     #[test]

@@ -5,12 +5,13 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Lifecycle state of a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
     /// Not started: the VM waits for boot.
     Created,
     /// Started; the guest has not executed its first instruction.
+    #[default]
     Starting,
     /// The guest runs.
     Running,

@@ -33,7 +33,10 @@ use vcpus::VcpuTime;
 const FUNCTIONS: usize = u8::MAX as usize;
 
 /// Response of `GET /v1/vm/stats`.
-#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema)]
+// A VM of another release may lack fields.
+#[serde(default)]
+#[schemars(!default)]
 pub struct Statistics {
     /// Lifecycle state.
     pub state: State,
@@ -76,6 +79,8 @@ pub struct Statistics {
 
 /// Counters of the wedge.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct Wedge {
     /// Counters by name.
     pub counters: BTreeMap<String, u64>,

@@ -32,11 +32,10 @@ use hosted_command::messages::{Level, MessageLog, say};
 use hosted_loader::Prepared;
 use proto::hosted::{MAX_DISKS, MAX_NETS, layout};
 use rustix::event::{EventfdFlags, eventfd};
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Name of the serial line in messages.
@@ -62,6 +61,36 @@ impl Symbols {
             spec.vm().gdb.as_ref().map(|_| image.map_or(GuestKernel::Kvm, GuestKernel::new));
         let maps = image.filter(|_| spec.vm().perf_map).map(Maps::new).transpose()?;
         Ok(Self { debugged, maps })
+    }
+}
+
+/// Ends of a VM's control.
+struct Clients {
+    servers: Vec<ApiServer>,
+    named: Option<NamedVm>,
+    debugger: Option<Debugger>,
+}
+
+impl Clients {
+    /// Opens the sockets, claims the VM's name and starts the debugger. `low` is the size of its
+    /// memory below 4 GiB in bytes.
+    fn open(
+        spec: &Spec,
+        control: &Control,
+        debugged: Option<GuestKernel>,
+        low: u64,
+    ) -> Result<Self, Failure> {
+        let vm = spec.vm();
+        let named = vm.name.as_ref().map(|name| RuntimeFolder::open()?.claim(name)).transpose()?;
+        let sockets = [vm.api_socket.as_ref(), named.as_ref().map(|named| &named.socket)];
+        let sockets = sockets.into_iter().flatten();
+        let servers = sockets.map(|path| ApiServer::start(path, control.clone()));
+        let servers = servers.collect::<Result<_, _>>()?;
+        let ram = Ram { low, size: spec.memory };
+        let debugger = vm.gdb.as_ref().zip(debugged).map(|(endpoint, kernel)| {
+            Debugger::start(endpoint, control.clone(), kernel, (spec.vcpus, ram))
+        });
+        Ok(Self { servers, named, debugger: debugger.transpose()? })
     }
 }
 
@@ -93,7 +122,7 @@ impl Supervisor {
     /// Opens the host ends of a VM. `low` is the size of its memory below 4 GiB in bytes.
     pub fn new(
         spec: Spec,
-        files: VmFiles,
+        mut files: VmFiles,
         backend: Backend,
         symbols: Symbols,
         low: u64,
@@ -105,24 +134,19 @@ impl Supervisor {
         let (console, ports) = open_ports(&spec, console)?;
         let vsock = spec.config.vsock.as_ref().map(Vsock::open).transpose()?;
         let vm = spec.vm();
-        let sink = vm.event_fd.map(event_sink).transpose()?;
+        let sink = files.events.take().map(|file| LineSink::start(file, "--event-fd"));
+        let sink = sink.transpose()?;
         let metrics = vm.metrics.as_deref().map(Metrics::open).transpose()?;
         let name = backend.kind().name();
         let (control, wakeup) = Control::new(spec.config.clone(), spec.memory, name, sink)?;
         if vm.wait_boot {
             control.created();
         }
-        let named = vm.name.as_ref().map(|name| RuntimeFolder::open()?.claim(name)).transpose()?;
-        let sockets = [vm.api_socket.as_ref(), named.as_ref().map(|named| &named.socket)];
-        let sockets = sockets.into_iter().flatten();
-        let servers = sockets.map(|path| ApiServer::start(path, control.clone()));
-        let servers = servers.collect::<Result<_, _>>()?;
-        let ram = Ram { low, size: spec.memory };
-        let debugger = vm.gdb.as_ref().zip(symbols.debugged).map(|(endpoint, kernel)| {
-            Debugger::start(endpoint, control.clone(), kernel, (spec.vcpus, ram))
-        });
-        let debugger = debugger.transpose()?;
-        let maps = symbols.maps;
+        let Symbols { debugged, maps } = symbols;
+        let clients = Clients::open(&spec, &control, debugged, low);
+        let clients =
+            clients.inspect_err(|failure| control.ended(failure.code(), &failure.message()))?;
+        let Clients { servers, named, debugger } = clients;
         Ok(Self {
             servers,
             named,
@@ -172,8 +196,9 @@ impl Supervisor {
         loop {
             let began = Instant::now();
             let (cause, mut messages) = self.serve(start, began)?;
-            self.write_profile(&mut messages)?;
+            let written = self.write_profile(&mut messages);
             messages.print();
+            written?;
             let (code, text) = exit::exit_status(&cause, self.backend.kind());
             if code == failure::GUEST_PANIC {
                 self.control.panicked();
@@ -386,18 +411,6 @@ fn duplicate(descriptor: &impl AsFd) -> Result<OwnedFd, Failure> {
     copy.os_error("duplicate a descriptor")
 }
 
-/// Opens the descriptor of `--event-fd`.
-fn event_sink(number: u32) -> Result<LineSink, Failure> {
-    let path = PathBuf::from(format!("/proc/self/fd/{number}"));
-    let opened = OpenOptions::new().append(true).open(&path);
-    let file = opened.map_err(|error| {
-        Failure::file("write to the descriptor", Path::new(&path), &error).help(
-            "--event-fd takes the number of an open file or pipe, as in --event-fd 9 9>events",
-        )
-    })?;
-    LineSink::start(file, "--event-fd")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -409,6 +422,7 @@ mod tests {
     use serde_json::Value;
     use std::fs::File;
     use std::os::fd::AsRawFd;
+    use std::path::Path;
     use std::sync::mpsc::channel;
     use std::thread;
     use std::time::Duration;

@@ -7,31 +7,36 @@
 //! `-netdev stream`). Only the user can access the socket, and both ends of a connection verify
 //! that the peer is the same user.
 //!
-//! Creating, joining and ending a switch requires the lock of the socket's folder, so a VM never
-//! joins a switch that is about to exit: server and keeper share one open file description of the
-//! folder, so the server's lock stays until the keeper has exited. The server does not trust the
-//! VMs: it closes connections with invalid lengths, limits the addresses of each VM, and drops
+//! Creating, joining and ending a switch requires the lock of an empty file beside the socket,
+//! `.NAME.parador-switch` with access for the user only, so a VM never joins a switch that is about
+//! to exit: server and keeper share one open file description of it, so the server's lock stays
+//! until the keeper has removed the file. Only a killed switch leaves it; the next one uses it
+//! again. The folder itself may be one that others can lock. The server does not trust
+//! the VMs: it closes connections with invalid lengths, limits the addresses of each VM, and drops
 //! frames for a VM that does not keep up, as any switch does.
 
 use crate::console::bind;
 use host_linux::sandbox;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::lock::is_at;
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{AtFlags, FlockOperation, flock, statat, unlinkat};
+use rustix::fs::{AtFlags, FlockOperation, OFlags, flock, fstat, statat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Uid, geteuid};
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsStr;
-use std::fs::File;
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// MTU of streams. Long frames cost less per byte; with much longer ones TCP stalls at each frame,
 /// because a few of them fill its usual window. Measured optimum in both directions: 16 KiB.
@@ -40,8 +45,11 @@ pub const STREAM_MTU: u16 = 16_384;
 const MARK: &str = "--switch";
 /// First argument of a server process.
 const SERVE: &str = "--switch-server";
-/// The server's descriptor of the socket's folder: standard output.
-const FOLDER: u32 = 1;
+/// The server's descriptor of the lock file: standard output.
+const LOCK: u32 = 1;
+/// Longest wait for the lock, and the interval between two attempts.
+const PATIENCE: Duration = Duration::from_secs(10);
+const INTERVAL: Duration = Duration::from_millis(20);
 /// Bytes of a frame's length field.
 pub const LENGTH: usize = 4;
 /// Valid frame lengths: an Ethernet header at least.
@@ -67,24 +75,38 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
-    let open = || File::open(folder).map_err(|error| Failure::file("open", folder, &error));
+    let opened = File::open(folder).map_err(|error| Failure::file("open", folder, &error))?;
+    refuse_other_file(path, path.metadata())?;
+    let lock_path = folder.join(lock_name(name));
     // The lock ends with this function. The switch uses a descriptor of its own.
-    let (folder, for_switch) = (open()?, open()?);
-    flock(&folder, FlockOperation::LockExclusive)
-        .map_err(|error| failed("lock the folder of switch", error.into()))?;
-    match UnixStream::connect(path) {
+    let _lock = lock(&lock_path, PATIENCE)?;
+    let is_stale = match UnixStream::connect(path) {
         Ok(socket) => return check_user(&socket, path).map(|()| socket),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // Stale socket of a killed switch.
-            let kind = path.symlink_metadata().map_err(|error| failed("examine switch", error))?;
-            if !kind.file_type().is_socket() {
-                let text = format!("{} exists and is not the socket of a switch", path.display());
-                return Err(Failure::new(failure::BAD_CONFIG, text));
-            }
-            std::fs::remove_file(path).map_err(|error| failed("remove", error))?;
-        }
+        Err(error) if error.kind() == ErrorKind::NotFound => false,
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => true,
+        // There may be a switch, which uses the lock file.
         Err(error) => return Err(failed("connect to switch", error)),
+    };
+    start(path, name, opened, &lock_path, is_stale).inspect_err(|_| {
+        // It is still locked. The failure to start is the one to report.
+        let _ = std::fs::remove_file(&lock_path);
+    })
+}
+
+/// Starts the switch with this socket in the folder `opened` and connects to it. The socket of a
+/// killed one is removed.
+fn start(
+    path: &Path,
+    name: &OsStr,
+    opened: File,
+    lock_path: &Path,
+    is_stale: bool,
+) -> Result<UnixStream, Failure> {
+    let failed = |action: &str, error: io::Error| Failure::file(action, path, &error);
+    let for_switch = open_lock(lock_path)?;
+    if is_stale {
+        refuse_other_file(path, path.symlink_metadata())?;
+        std::fs::remove_file(path).map_err(|error| failed("remove", error))?;
     }
     let listener = bind(path).map_err(|error| failed("create switch", error))?;
     let socket = UnixStream::connect(path).map_err(|error| failed("connect to switch", error))?;
@@ -97,10 +119,74 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
         .process_group(0)
         .stdin(OwnedFd::from(listener))
         .stdout(for_switch)
-        .stderr(Stdio::null())
+        .stderr(opened)
         .spawn()
         .map_err(|error| Failure::program("the switch", &error))?;
     Ok(socket)
+}
+
+/// Refuses the path of a file that is no socket.
+fn refuse_other_file(path: &Path, found: io::Result<Metadata>) -> Result<(), Failure> {
+    match found {
+        Ok(found) if !found.file_type().is_socket() => {
+            let text = format!("{} exists and is not the socket of a switch", path.display());
+            Err(Failure::new(failure::BAD_CONFIG, text))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the name of the lock file of the socket `name`, one that no other program uses.
+fn lock_name(name: &OsStr) -> OsString {
+    let mut lock = OsString::from(".");
+    lock.push(name);
+    lock.push(".parador-switch");
+    lock
+}
+
+/// Opens a lock file, and creates it if necessary, for this user only. The switch removes it, so it
+/// must have no contents.
+fn open_lock(path: &Path) -> Result<File, Failure> {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let opened = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(path);
+    let file = opened.file_error("open", path)?;
+    let found = file.metadata().file_error("examine", path)?;
+    if !found.is_file() || found.len() != 0 {
+        let text = format!("{} exists and is not the lock file of a switch", path.display());
+        let help = "move it, or use another path for the switch";
+        return Err(Failure::new(failure::BAD_CONFIG, text).help(help));
+    }
+    if found.uid() != geteuid().as_raw() {
+        let text = format!("{} belongs to another user, who could lock it", path.display());
+        let help = "use a socket in a folder that only you can write to";
+        return Err(Failure::new(failure::PERMISSION, text).help(help));
+    }
+    Ok(file)
+}
+
+/// Takes the lock of a switch, which a process holds for moments.
+fn lock(path: &Path, patience: Duration) -> Result<File, Failure> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let file = open_lock(path)?;
+        match file.try_lock() {
+            // Otherwise a switch has ended and removed it meanwhile.
+            Ok(()) if is_at(&file, path).file_error("examine", path)? => return Ok(file),
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(Failure::file("lock", path, &error)),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(INTERVAL),
+            Err(TryLockError::WouldBlock) => {
+                let text = format!(
+                    "another process has locked {} for more than {} s",
+                    path.display(),
+                    patience.as_secs()
+                );
+                let help = "find it with `fuser`, or use another path for the switch";
+                return Err(Failure::new(failure::OS_ERROR, text).help(help));
+            }
+        }
+    }
 }
 
 /// Returns whether the peer of a connection is this user.
@@ -136,29 +222,37 @@ pub fn become_switch() -> Option<ExitCode> {
 }
 
 /// Runs the server of the socket `name` until the last connection ends, and removes the socket.
-/// Standard input is the listening socket, standard output the socket's folder.
+/// Standard input is the listening socket, standard output the lock file, standard error the folder
+/// of both.
 fn keep(name: &OsStr) -> io::Result<()> {
-    let folder = io::stdout().as_fd().try_clone_to_owned()?;
-    let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
-    let inode = own()?;
+    let lock = io::stdout();
+    let folder = io::stderr().as_fd().try_clone_to_owned()?;
+    let socket = statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW)?.st_ino;
     let failed = |failure: Failure| io::Error::other(failure.to_string());
-    let mut server = supervise::own(AtEnd::Kill).map_err(failed)?.arg(SERVE).spawn()?;
+    let mut server = supervise::own(AtEnd::Kill).map_err(failed)?;
+    server.arg(SERVE).stderr(Stdio::null());
+    let mut server = server.spawn()?;
     // Only the server keeps the listening socket, so connections fail once it has exited.
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
     server.wait()?;
-    // The server has locked the folder, unless it was killed.
-    flock(&folder, FlockOperation::LockExclusive)?;
-    // The user may have replaced the socket file meanwhile.
-    match own() {
-        Ok(found) if found == inode => Ok(unlinkat(&folder, name, AtFlags::empty())?),
+    // The server has the lock, unless it was killed.
+    flock(&lock, FlockOperation::LockExclusive)?;
+    remove_if(&folder, name, socket)?;
+    remove_if(&folder, &lock_name(name), fstat(&lock)?.st_ino)
+}
+
+/// Removes a file unless the user has replaced it: it still has the number `inode`.
+fn remove_if(folder: &OwnedFd, name: &OsStr, inode: u64) -> io::Result<()> {
+    match statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(found) if found.st_ino == inode => Ok(unlinkat(folder, name, AtFlags::empty())?),
         _ => Ok(()),
     }
 }
 
-/// Forwards frames until the last connection ends, and exits with the folder locked.
+/// Forwards frames until the last connection ends, and exits with the lock.
 fn serve() -> io::Result<()> {
     let listener = UnixListener::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let folder = io::stdout();
+    let lock = io::stdout();
     listener.set_nonblocking(true)?;
     // Landlock as far as the host supports it. Not namespaces: in a user namespace, user IDs of
     // peers would be unmapped.
@@ -167,18 +261,18 @@ fn serve() -> io::Result<()> {
     dropped.map_err(|error| io::Error::from_raw_os_error(error.0))?;
     // The seccomp filter forbids the call later.
     let mut switch = Switch::new(geteuid());
-    let filtered = hosted_filters::confine_switch(FOLDER);
+    let filtered = hosted_filters::confine_switch(LOCK);
     filtered.map_err(|error| io::Error::other(error.to_string()))?;
     let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
     loop {
         switch.accept(&listener);
         if switch.peers.is_empty() {
-            flock(&folder, FlockOperation::LockExclusive)?;
+            flock(&lock, FlockOperation::LockExclusive)?;
             switch.accept(&listener);
             if switch.peers.is_empty() {
                 return Ok(());
             }
-            flock(&folder, FlockOperation::Unlock)?;
+            flock(&lock, FlockOperation::Unlock)?;
         }
         for number in switch.wait(&listener)? {
             switch.receive(number, &mut buffer);
@@ -498,5 +592,55 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert_eq!(refused(&file), failure::BAD_CONFIG);
         assert!(file.exists());
+    }
+
+    #[test]
+    fn files_of_others_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("yarn");
+        let lock = folder.path().join(lock_name("yarn".as_ref()));
+        std::fs::write(path.with_extension("lock"), "").unwrap();
+        std::fs::write(&lock, "text").unwrap();
+        assert_eq!(join(&path).unwrap_err().code(), failure::BAD_CONFIG);
+        std::fs::remove_file(&lock).unwrap();
+        // A switch cannot be started: the name is that of a link, which leads nowhere, then to the
+        // socket of a killed switch. Its lock file goes.
+        let target = folder.path().join("target");
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        for has_target in [false, true] {
+            has_target.then(|| drop(UnixListener::bind(&target).unwrap()));
+            assert!(join(&path).is_err());
+            assert!(!lock.exists() && path.is_symlink(), "{has_target}");
+        }
+        assert!(path.with_extension("lock").exists());
+
+        let opened = OwnedFd::from(File::open(folder.path()).unwrap());
+        let inode = target.metadata().unwrap().ino();
+        remove_if(&opened, "target".as_ref(), inode + 1).unwrap();
+        assert!(target.exists());
+        remove_if(&opened, "target".as_ref(), inode).unwrap();
+        assert!(!target.exists());
+        remove_if(&opened, "target".as_ref(), inode).unwrap();
+    }
+
+    #[test]
+    fn only_the_user_can_delay_a_switch() {
+        let folder = tempfile::tempdir().unwrap();
+        // Each user can lock a folder like /tmp.
+        let opened = File::open(folder.path()).unwrap();
+        flock(&opened, FlockOperation::LockExclusive).unwrap();
+        let path = folder.path().join(lock_name("lan".as_ref()));
+        let held = lock(&path, Duration::ZERO).unwrap();
+        assert_eq!(held.metadata().unwrap().mode() & 0o777, 0o600);
+        let failure = lock(&path, Duration::ZERO).unwrap_err();
+        assert_eq!(failure.code(), failure::OS_ERROR);
+        assert!(failure.to_string().contains(".lan.parador-switch"), "{failure}");
+        // The end of the switch: another process takes a new file.
+        std::fs::remove_file(&path).unwrap();
+        drop(lock(&path, Duration::ZERO).unwrap());
+        if geteuid().is_root() {
+            std::os::unix::fs::chown(&path, Some(1), None).unwrap();
+            assert_eq!(lock(&path, Duration::ZERO).unwrap_err().code(), failure::PERMISSION);
+        }
     }
 }

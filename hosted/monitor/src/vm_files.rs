@@ -1,6 +1,7 @@
 //! Files of a VM that stay open over its restarts: kernel, disks and shared directories.
 
 use crate::config::Config;
+use crate::descriptors::duplicate_inherited;
 use crate::disk::{self, Disk};
 use crate::share::Share;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -8,9 +9,12 @@ use hosted_command::{input, release};
 pub use hosted_kbuild::kernel::KernelFile;
 use hosted_loader::KernelReader;
 use std::collections::HashSet;
+use std::fs::File;
 
 /// Open files of a VM.
 pub struct VmFiles {
+    /// Descriptor of `--event-fd`, until the supervisor takes it.
+    pub events: Option<File>,
     /// Kernel, which a restart reads again.
     pub kernel: KernelFile,
     /// Disks, locked for this VM.
@@ -22,10 +26,12 @@ pub struct VmFiles {
 impl VmFiles {
     /// Opens the files of a configuration.
     pub fn open(config: &Config) -> Result<Self, Failure> {
+        // First, so that the number is that of none of these files.
+        let events = config.vm.event_fd.map(open_events).transpose()?;
         let kernel = KernelFile::find(config.vm.kernel.as_deref())?;
         let disks = config.disk.iter().enumerate();
         let disks = disks.map(|(index, disk)| disk.open(index)).collect::<Result<_, _>>()?;
-        Ok(Self { kernel, disks, shares: open_shares(config)? })
+        Ok(Self { events, kernel, disks, shares: open_shares(config)? })
     }
 
     /// Opens the kernel.
@@ -50,6 +56,16 @@ impl VmFiles {
     pub fn close(self) {
         disk::release(self.disks);
     }
+}
+
+/// Duplicates the descriptor of `--event-fd`.
+fn open_events(number: u32) -> Result<File, Failure> {
+    duplicate_inherited(number).map_err(|error| {
+        let text = format!("cannot write to descriptor {number}: {}", failure::describe(&error));
+        Failure::new(failure::BAD_CONFIG, text).help(
+            "--event-fd takes the number of an open file or pipe, as in --event-fd 9 9>events",
+        )
+    })
 }
 
 /// Opens the configured shared directories.

@@ -1,6 +1,6 @@
 //! Execution of commands on a running VM.
 
-use super::{Answer, Command, Control, milliseconds};
+use super::{Command, Control, milliseconds};
 use crate::event_loop::drain;
 use crate::events::Event;
 use crate::exit::ExitCause;
@@ -13,7 +13,6 @@ use proto::hosted::control as byte;
 use rustix::io::{Errno, read, write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use tokio::sync::oneshot;
 
 /// Executes commands and follows the VM's state, in the loop that serves the VM.
 pub struct CommandExecutor<'a> {
@@ -25,8 +24,16 @@ pub struct CommandExecutor<'a> {
     maps: Option<&'a mut Maps>,
     /// Control socket of the VM's first process; `None` if it has closed it.
     device: Option<UnixStream>,
-    /// Commands sent to the first process, with the receivers of their results.
-    waiting: Vec<(u8, oneshot::Sender<Answer>)>,
+}
+
+/// Reaction to a command.
+enum Reaction {
+    /// Sends this byte to the VM's first process.
+    Forward(u8),
+    /// Answers with the reason.
+    Refuse(String),
+    /// Answers with the state and ends the VM's processes.
+    End(State, ExitCause),
 }
 
 impl<'a> CommandExecutor<'a> {
@@ -39,7 +46,9 @@ impl<'a> CommandExecutor<'a> {
         metrics: Option<&'a Metrics>,
         maps: Option<&'a mut Maps>,
     ) -> Self {
-        Self { control, wakeup, metrics, maps, device: Some(device), waiting: Vec::new() }
+        // Commands may follow the one that has started the VM: their wakeups are consumed.
+        control.wake_supervisor();
+        Self { control, wakeup, metrics, maps, device: Some(device) }
     }
 
     fn commands(&mut self) -> Option<ExitCause> {
@@ -47,64 +56,57 @@ impl<'a> CommandExecutor<'a> {
         loop {
             let (state, command) = {
                 let mut status = self.control.status();
-                (status.state, status.commands.pop_front())
+                (status.state, status.next_command())
             };
             let (command, answer) = command?;
-            let byte = match (command, state) {
-                (Command::Terminate, _) => {
-                    let _ = answer.send(Ok(State::Ended));
-                    return Some(ExitCause::Request);
-                }
-                (Command::Boot, _) => {
-                    let _ = answer.send(Err("the VM has already been started".to_owned()));
+            let byte = match self.reaction(command, state) {
+                Reaction::Forward(byte) => byte,
+                Reaction::Refuse(text) => {
+                    let _ = answer.send(Err(text));
                     continue;
                 }
-                (Command::Reset, _) => {
-                    let _ = answer.send(Ok(State::Starting));
-                    return Some(ExitCause::Reset);
-                }
-                (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
-                (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
-                (Command::MemoryStatistics, State::Running) => byte::MEMORY_STATISTICS,
-                (Command::Balloon(bytes), State::Running) => {
-                    match self.control.set_balloon(bytes) {
-                        Ok(()) => byte::BALLOON,
-                        Err(text) => {
-                            let _ = answer.send(Err(text));
-                            continue;
-                        }
-                    }
-                }
-                (Command::Pause, State::Running) => byte::PAUSE,
-                (Command::Resume, State::Paused) => byte::RESUME,
-                (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
-                (Command::Pause, State::Paused) => {
-                    let _ = answer.send(Err("the VM is already paused".to_owned()));
-                    continue;
-                }
-                (Command::MemoryStatistics | Command::Balloon(_), State::Paused) => {
-                    let _ = answer.send(Err("the VM is paused".to_owned()));
-                    continue;
-                }
-                (Command::Shutdown, State::Paused) => {
-                    let text = "the VM is paused: resume it, or use --force";
-                    let _ = answer.send(Err(text.to_owned()));
-                    continue;
-                }
-                (Command::Resume, State::Running) => {
-                    let _ = answer.send(Err("the VM is not paused".to_owned()));
-                    continue;
-                }
-                (_, State::Created | State::Starting | State::Ended) => {
-                    let _ = answer.send(Err("the guest is not running yet".to_owned()));
-                    continue;
+                Reaction::End(state, cause) => {
+                    let _ = answer.send(Ok(state));
+                    return Some(cause);
                 }
             };
             match self.device.as_ref().map(|device| write(device, &[byte])) {
-                Some(Ok(1)) => self.waiting.push((byte, answer)),
+                Some(Ok(1)) => self.control.status().waiting.push((byte, answer)),
                 _ => drop(answer.send(Err("the VM's control socket is closed".to_owned()))),
             }
         }
+    }
+
+    /// Returns the reaction to a command in this state of the VM.
+    fn reaction(&self, command: Command, state: State) -> Reaction {
+        let refuse = |text: &str| Reaction::Refuse(text.to_owned());
+        let byte = match (command, state) {
+            (Command::Terminate, _) => return Reaction::End(State::Ended, ExitCause::Request),
+            (Command::Boot, _) => return refuse("the VM has already been started"),
+            (Command::Reset, _) => return Reaction::End(State::Starting, ExitCause::Reset),
+            (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
+            (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
+            (Command::MemoryStatistics, State::Running) => byte::MEMORY_STATISTICS,
+            (Command::Balloon(bytes), State::Running) => match self.control.set_balloon(bytes) {
+                Ok(()) => byte::BALLOON,
+                Err(text) => return Reaction::Refuse(text),
+            },
+            (Command::Pause, State::Running) => byte::PAUSE,
+            (Command::Resume, State::Paused) => byte::RESUME,
+            (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
+            (Command::Pause, State::Paused) => return refuse("the VM is already paused"),
+            (Command::MemoryStatistics | Command::Balloon(_), State::Paused) => {
+                return refuse("the VM is paused");
+            }
+            (Command::Shutdown, State::Paused) => {
+                return refuse("the VM is paused: resume it, or use --force");
+            }
+            (Command::Resume, State::Running) => return refuse("the VM is not paused"),
+            (_, State::Created | State::Starting | State::Ended) => {
+                return refuse("the guest is not running yet");
+            }
+        };
+        Reaction::Forward(byte)
     }
 
     /// Handles the creation of a process of the VM.
@@ -145,8 +147,7 @@ impl<'a> CommandExecutor<'a> {
                 }
                 byte::HALT | byte::GO | byte::MEMORY_STATISTICS | byte::BALLOON => {
                     let state = status.state;
-                    drop(status);
-                    self.answer(byte, state);
+                    status.complete(byte, state);
                     continue;
                 }
                 byte::PAUSE => (State::Paused, Event::Paused),
@@ -156,16 +157,7 @@ impl<'a> CommandExecutor<'a> {
             };
             status.state = state;
             status.events.record(event);
-            drop(status);
-            self.answer(byte, state);
-        }
-    }
-
-    /// Completes the oldest command of this kind.
-    fn answer(&mut self, byte: u8, state: State) {
-        if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
-            // The client may have disconnected in the meantime.
-            let _ = self.waiting.swap_remove(index).1.send(Ok(state));
+            status.complete(byte, state);
         }
     }
 }
@@ -190,5 +182,42 @@ impl EventSource for CommandExecutor<'_> {
             _ => self.on_device_message(),
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::event_loop;
+    use std::time::Duration;
+
+    #[test]
+    fn commands_of_a_client_are_neither_lost_nor_late() {
+        let (control, wakeup) = Control::new(Config::default(), 1 << 20, "kvm", None).unwrap();
+        control.created();
+        let started = control.submit(Command::Boot);
+        let mut early = control.submit(Command::Pause);
+        let limit = event_loop::deadline(Some(Duration::from_secs(60)));
+        assert!(control.await_boot(&wakeup, limit, None).unwrap().is_none());
+        assert_eq!(started.blocking_recv().unwrap(), Ok(State::Starting));
+
+        let (device, first_process) = UnixStream::pair().unwrap();
+        let mut executor = CommandExecutor::new(&control, &wakeup, device, None, None);
+        // The loop is woken for the command after `boot`.
+        read(&wakeup, &mut [0]).unwrap();
+        assert!(executor.readable(0).is_none());
+        assert_eq!(early.try_recv().unwrap(), Err("the guest is not running yet".to_owned()));
+
+        write(&first_process, &[byte::STARTED]).unwrap();
+        executor.on_device_message();
+        // The client of the first command has got an error, that of the second one waits.
+        drop(control.submit(Command::Terminate));
+        let mut pending = control.submit(Command::Pause);
+        assert!(executor.readable(0).is_none());
+        let mut sent = [0; 2];
+        assert_eq!((read(&first_process, &mut sent), sent[0]), (Ok(1), byte::PAUSE));
+        control.reset(0);
+        assert_eq!(pending.try_recv().unwrap(), Err("the VM restarts".to_owned()));
     }
 }

@@ -16,6 +16,8 @@ const NAME: &str = "parador-counters";
 
 /// Requests of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct Requests {
     /// Ended requests, failed ones included.
     pub requests: u64,
@@ -41,7 +43,9 @@ impl From<OpTotals> for Requests {
 }
 
 /// Requests of a disk.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct DiskStatistics {
     /// Name: `id` of the disk, else `disk` and its index.
     pub name: String,
@@ -57,6 +61,8 @@ pub struct DiskStatistics {
 
 /// Frames in one direction. A frame with segmentation offload counts once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct FrameStatistics {
     /// Frames, dropped ones included.
     pub frames: u64,
@@ -81,7 +87,9 @@ impl From<OpTotals> for FrameStatistics {
 }
 
 /// Frames of a network card.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct NetStatistics {
     /// Name: `net` and its index.
     pub name: String,
@@ -92,7 +100,9 @@ pub struct NetStatistics {
 }
 
 /// Messages of a shared directory.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct ShareStatistics {
     /// Mount tag.
     pub tag: String,

@@ -11,7 +11,9 @@ use std::fs::File;
 use std::time::{Duration, Instant};
 
 /// Guest's own statistics of its memory. A guest can report any values.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct GuestMemory {
     /// Time since the report in milliseconds.
     pub age_ms: u64,

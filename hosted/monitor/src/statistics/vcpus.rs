@@ -13,6 +13,8 @@ use std::time::Duration;
 
 /// Time of a vCPU since the start of its VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(!default)]
 pub struct VcpuTime {
     /// Time in which a host CPU executed the vCPU, in milliseconds.
     pub run_ms: u64,

@@ -525,12 +525,6 @@ impl Header {
             external_data_file,
         };
 
-        // No need to clear autoclear features for read-only images
-        if autoclear_features != 0 && writable {
-            header.v3.autoclear_features = 0;
-            header.write(image).await?;
-        }
-
         if incompatible_features != 0 {
             let feats = (0..64)
                 .filter(|bit| header.v3.incompatible_features & (1u64 << bit) != 0)
@@ -547,6 +541,12 @@ impl Header {
                 "Unrecognized incompatible feature(s) {}",
                 feats.join(", ")
             )));
+        }
+
+        // No need to clear autoclear features for read-only images; a refused one stays as it is
+        if autoclear_features != 0 && writable {
+            header.v3.autoclear_features = 0;
+            header.write(image).await?;
         }
 
         Ok(header)
@@ -1021,7 +1021,7 @@ impl HeaderExtension {
                 }
                 HeaderExtensionType::FeatureNameTable => {
                     let mut feats = HashMap::new();
-                    for feat in data.chunks(48) {
+                    for feat in data.chunks_exact(48) {
                         let feat_type: FeatureType = match feat[0].try_into() {
                             Ok(ft) => ft,
                             Err(_) => continue, // skip unrecognized entries
@@ -1254,7 +1254,7 @@ impl L1Table {
         let l1entry = L1Entry((1 << 63) | l2_offset.0);
         debug_assert!(l1entry.reserved_bits() == 0);
         self.data[index] = l1entry;
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
         if let Some(new_allocation) = new_allocation {
             new_allocation.make_persistent();
         }
@@ -1304,7 +1304,7 @@ impl Table for L1Table {
 
     fn set_cluster(&mut self, cluster: HostCluster) {
         self.cluster = Some(cluster);
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn unset_cluster(&mut self) {
@@ -1316,11 +1316,11 @@ impl Table for L1Table {
     }
 
     fn clear_modified(&self) {
-        self.modified.store(false, Ordering::Relaxed);
+        self.modified.swap(false, Ordering::AcqRel);
     }
 
     fn set_modified(&self) {
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn cluster_bits(&self) -> u32 {
@@ -1905,7 +1905,7 @@ impl L2TableWriteGuard {
         // Safe: We set a full valid mapping, and there is only one writer (thanks to
         // `L2TableWriteGuard`).
         let l2e = unsafe { self.table.data[index].swap(new) };
-        self.table.modified.store(true, Ordering::Relaxed);
+        self.table.modified.store(true, Ordering::Release);
         if let Some(new_allocation) = new_allocation {
             new_allocation.make_persistent();
         }
@@ -1981,7 +1981,7 @@ impl L2TableWriteGuard {
         // Safe: We set a full valid mapping, and there is only one writer (thanks to
         // `L2TableWriteGuard`).
         let old = unsafe { self.table.data[index].swap(new) };
-        self.table.modified.store(true, Ordering::Relaxed);
+        self.table.modified.store(true, Ordering::Release);
 
         let leaked = if !retained {
             old.allocation(self.table.cluster_bits, self.table.external_data_file)
@@ -2003,7 +2003,7 @@ impl L2TableWriteGuard {
         // Safe: We set a full valid mapping, and there is only one writer (thanks to
         // `L2TableWriteGuard`).
         let old = unsafe { self.table.data[index].swap(new) };
-        self.table.modified.store(true, Ordering::Relaxed);
+        self.table.modified.store(true, Ordering::Release);
 
         old.allocation(self.table.cluster_bits, self.table.external_data_file)
             .map(|(first_cluster, count)| ClustersToFreeEntry::data(first_cluster, count))
@@ -2055,7 +2055,7 @@ impl Table for L2Table {
 
     fn set_cluster(&mut self, cluster: HostCluster) {
         self.cluster = Some(cluster);
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn unset_cluster(&mut self) {
@@ -2067,11 +2067,11 @@ impl Table for L2Table {
     }
 
     fn clear_modified(&self) {
-        self.modified.store(false, Ordering::Relaxed);
+        self.modified.swap(false, Ordering::AcqRel);
     }
 
     fn set_modified(&self) {
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn cluster_bits(&self) -> u32 {
@@ -2248,7 +2248,7 @@ impl RefTable {
         let rt_entry = RefTableEntry(rb_offset.0);
         debug_assert!(rt_entry.reserved_bits() == 0);
         self.data[index] = rt_entry;
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
         if let Some(new_allocation) = new_allocation {
             new_allocation.make_persistent();
         }
@@ -2301,7 +2301,7 @@ impl Table for RefTable {
 
     fn set_cluster(&mut self, cluster: HostCluster) {
         self.cluster = Some(cluster);
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn unset_cluster(&mut self) {
@@ -2313,11 +2313,11 @@ impl Table for RefTable {
     }
 
     fn clear_modified(&self) {
-        self.modified.store(false, Ordering::Relaxed);
+        self.modified.swap(false, Ordering::AcqRel);
     }
 
     fn set_modified(&self) {
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     fn cluster_bits(&self) -> u32 {
@@ -2615,14 +2615,14 @@ impl RefBlock {
         self.modified.load(Ordering::Relaxed)
     }
 
-    /// Clear the modified flag.
+    /// Clear the modified flag (see [`Table::clear_modified()`]).
     pub fn clear_modified(&self) {
-        self.modified.store(false, Ordering::Relaxed);
+        self.modified.swap(false, Ordering::AcqRel);
     }
 
     /// Set the modified flag.
     pub fn set_modified(&self) {
-        self.modified.store(true, Ordering::Relaxed);
+        self.modified.store(true, Ordering::Release);
     }
 
     /// Check whether the given cluster’s refcount is 0.
@@ -2806,7 +2806,7 @@ impl RefBlockWriteGuard<'_> {
         };
 
         let result = result?;
-        self.rb.modified.store(true, Ordering::Relaxed);
+        self.rb.modified.store(true, Ordering::Release);
         Ok(result)
     }
 
@@ -2890,6 +2890,10 @@ pub trait Table: Sized {
     /// Check whether this table has been modified since it was last written.
     fn is_modified(&self) -> bool;
     /// Clear the modified flag.
+    ///
+    /// Entries loaded after this are those of all modifications whose flag it cleared.  A plain
+    /// store could become visible after these loads, and so clear the flag of a modification that
+    /// they missed.
     fn clear_modified(&self);
     /// Set the modified flag.
     fn set_modified(&self);
@@ -3164,5 +3168,42 @@ mod tests {
             .filter(|b| **b != uninitialized)
             .count();
         assert_eq!(clobbered, 0, "bytes after the L1 table were overwritten");
+    }
+
+    /// An image that is refused is left unchanged.
+    #[maybe_async::test(feature = "sync", async(feature = "async", tokio::test))]
+    async fn refused_header_is_not_written() {
+        let state = Arc::new(MemStorageState {
+            data: Mutex::new(vec![0; 512]),
+            ..Default::default()
+        });
+        let mem = MemStorage::new(Arc::clone(&state), true);
+        let mut header = Header::new(9, 4, None, None, None);
+        header.v3.autoclear_features = 1;
+        header.v3.incompatible_features = 1 << 63;
+        header.write(&mem).await.unwrap();
+        let before = state.data.lock().clone();
+
+        let refused = Header::load(&mem, true).await;
+        assert!(refused.is_err());
+        assert!(*state.data.lock() == before);
+
+        header.v3.incompatible_features = 0;
+        header.write(&mem).await.unwrap();
+        let header = Header::load(&mem, true).await.unwrap();
+        assert_eq!(header.v3.autoclear_features, 0);
+    }
+
+    /// The rest of a feature name table after its last entry is ignored.
+    #[test]
+    fn incomplete_feature_name() {
+        let mut table = vec![0; 49];
+        table[2] = b'a';
+        let table =
+            HeaderExtension::deserialize(HeaderExtensionType::FeatureNameTable as u32, table);
+        let Some(HeaderExtension::FeatureNameTable(names)) = table.unwrap() else {
+            panic!("not a feature name table");
+        };
+        assert_eq!(names.into_values().collect::<Vec<_>>(), ["a"]);
     }
 }
