@@ -163,6 +163,11 @@ pub const fn leaf(address: u64) -> u64 {
     address & FRAME | flags | TABLE_OR_PAGE | VALID
 }
 
+/// Entry of level 2 for a block of 2 MiB with the same rights.
+pub const fn block(address: u64) -> u64 {
+    leaf(address) & !TABLE_OR_PAGE
+}
+
 /// Page table entry that refers to a table. Its level follows from the place of the entry.
 pub const fn table(address: u64, _next_level: u8) -> u64 {
     address & FRAME | TABLE_OR_PAGE | VALID
@@ -236,6 +241,9 @@ mod tests {
         assert_eq!(next_table(0), None);
         assert_eq!(leaf(address) & FRAME, address);
         assert_eq!(leaf(address) & 1 << 7, 0, "writable");
+        assert_eq!(leaf(address) & 3, 3, "a page");
+        assert_eq!(block(address) & 3, 1, "a block");
+        assert_eq!(block(address) | TABLE_OR_PAGE, leaf(address));
     }
 
     #[test]

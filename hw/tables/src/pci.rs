@@ -41,6 +41,8 @@ pub mod command {
 
 /// Capability ids (section 6.7, appendix H).
 pub mod capability {
+    /// PCI Express.
+    pub const EXPRESS: u8 = 0x10;
     /// MSI.
     pub const MSI: u8 = 0x05;
     /// Vendor-specific; used by virtio.
@@ -76,6 +78,40 @@ pub mod msi_x {
     pub const ENTRY: u64 = 16;
 }
 
+/// PCI Express capability (PCI Express Base 3.0, section 7.8): offsets in it.
+pub mod express {
+    /// Device capabilities, 32 bits.
+    pub const DEVICE_CAPABILITIES: u16 = 4;
+    /// Device capabilities: the function can be reset by itself (section 6.6.2).
+    pub const CAN_RESET: u32 = 1 << 28;
+    /// Device control, 16 bits.
+    pub const DEVICE_CONTROL: u16 = 8;
+    /// Device control: resets the function; reads as 0.
+    pub const RESET: u16 = 1 << 15;
+    /// Device status, 16 bits.
+    pub const DEVICE_STATUS: u16 = 10;
+    /// Device status: the function has requests without an answer yet.
+    pub const PENDING: u16 = 1 << 5;
+    /// Time in ns that a function has for its reset, and before it for its pending requests.
+    pub const RESET_TIME: u64 = 100_000_000;
+}
+
+/// Vendor-specific capability of a virtio device: the place of a structure (virtio 1.2, section
+/// 4.1.4). Offsets in it.
+pub mod virtio {
+    /// Kind of the structure, 8 bits.
+    pub const KIND: u16 = 3;
+    /// Index of the base address register, 8 bits.
+    pub const BAR: u16 = 4;
+    /// Offset of the structure in the registers, 32 bits.
+    pub const OFFSET: u16 = 8;
+    /// Kind: common configuration.
+    pub const COMMON: u8 = 1;
+    /// Offset of the device status, 8 bits, in the common configuration. Writing 0 resets the
+    /// device, which then reads as 0.
+    pub const STATUS: u64 = 20;
+}
+
 /// Functions per device.
 pub const FUNCTIONS: u8 = 8;
 /// Devices per bus.
@@ -100,6 +136,30 @@ pub fn capabilities(read: impl Fn(u16) -> u32) -> impl Iterator<Item = (u16, u8)
         Some((at.into(), word as u8))
     })
     .take(MAX_CAPABILITIES)
+}
+
+/// Returns the location of the MSI-X table: index of the base address register, offset, length in
+/// bytes. `None`: the function has no MSI-X.
+pub fn msi_x_table(read: impl Fn(u16) -> u32) -> Option<(u8, u64, u64)> {
+    let (at, _) = capabilities(&read).find(|&(_, id)| id == capability::MSI_X)?;
+    let entries = u64::from((read(at) >> 16) as u16 & msi_x::SIZE) + 1;
+    let place = read(at + msi_x::TABLE);
+    Some(((place & 7) as u8, u64::from(place & !7), entries * msi_x::ENTRY))
+}
+
+/// Returns the parts of the registers of a base address register that a driver may have: offset and
+/// length in bytes, those below and those above the pages with the MSI-X table, if that is in them.
+/// `length` is that of the registers, in whole pages of `page` bytes.
+pub fn parts_without_table(
+    table: Option<(u64, u64)>,
+    length: u64,
+    page: u64,
+) -> impl Iterator<Item = (u64, u64)> {
+    let (offset, of_table) = table.unwrap_or((length, 0));
+    let first = (offset & !(page - 1)).min(length);
+    let end = offset.saturating_add(of_table).checked_next_multiple_of(page);
+    let end = end.unwrap_or(length).min(length);
+    [(0, first), (end, length - end)].into_iter().filter(|&(_, length)| length != 0)
 }
 
 /// A memory base address register, in normal operation or after writing all ones.
@@ -151,6 +211,24 @@ mod tests {
         assert_eq!(list(space(&[(0x40, 9, 0x40)])).len(), MAX_CAPABILITIES, "a circle");
         assert_eq!(list(space(&[(0x40, 9, 0x10)])).len(), 1, "into the header");
         assert_eq!(list([u32::MAX; 64]).len(), MAX_CAPABILITIES);
+    }
+
+    #[test]
+    fn registers_without_the_interrupt_table() {
+        let parts = |table, length| parts_without_table(table, length, 4096).collect::<Vec<_>>();
+        assert_eq!(parts(None, 0x4000), [(0, 0x4000)]);
+        assert_eq!(parts(Some((0, 0x40)), 0x1000), []);
+        assert_eq!(parts(Some((0x1800, 0x40)), 0x4000), [(0, 0x1000), (0x2000, 0x2000)]);
+        assert_eq!(parts(Some((0x1ff0, 0x20)), 0x4000), [(0, 0x1000), (0x3000, 0x1000)]);
+        assert_eq!(parts(Some((0x3000, 0x8000)), 0x4000), [(0, 0x3000)]);
+        assert_eq!(parts(Some((0x8000, 0x40)), 0x4000), [(0, 0x4000)], "beyond");
+        let mut words = [0u32; 64];
+        words[1] = 1 << 20;
+        words[0x34 / 4] = 0x40;
+        (words[0x10], words[0x11]) = (3 << 16 | 0x11, 0x2004);
+        let read = |at: u16| words[usize::from(at) / 4];
+        assert_eq!(msi_x_table(read), Some((4, 0x2000, 64)));
+        assert_eq!(msi_x_table(|_| 0), None);
     }
 
     #[test]

@@ -119,6 +119,12 @@ pub const fn leaf(address: u64) -> u64 {
     address & ADDRESS | READ | WRITE | PRESENT
 }
 
+/// Entry of level 2 for a block of 2 MiB with the same rights.
+pub const fn block(address: u64) -> u64 {
+    // The level of the next table is 0: there is none.
+    leaf(address)
+}
+
 /// Page table entry that refers to a table of level `next_level`, 1 to [`LEVELS`] - 1.
 pub const fn table(address: u64, next_level: u8) -> u64 {
     leaf(address) | level(next_level)
