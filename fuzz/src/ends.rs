@@ -1,11 +1,12 @@
 //! The world around a board of the targets `board` and `virt`: its host, and a back end for each
 //! kind of device; and the steps of their inputs.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use proto::channel::View;
 use spin::relax::Spin;
+use vmm_boot::virt as layout;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
 use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
 use vmm_bus::{BackendRef, ByteStream, DeviceBackend};
@@ -22,6 +23,8 @@ pub(crate) const SLOTS: usize = 5;
 pub(crate) const CHANNEL: usize = 4;
 pub(crate) const CHANGE: usize = 5;
 const SECTORS: u64 = 64;
+/// Bytes of registers of a function that the guest drives itself.
+pub(crate) const OWN_REGISTERS: u64 = 0x4000;
 
 /// Host of the board.
 #[derive(Default)]
@@ -32,6 +35,9 @@ pub(crate) struct World {
     pub(crate) running: usize,
     /// The serial line.
     pub(crate) stream: Typed,
+    /// Addresses of registers of functions that the guest drives itself, by function and base
+    /// address.
+    pub(crate) placed: BTreeMap<(usize, usize), u64>,
 }
 
 impl Host for World {
@@ -45,6 +51,21 @@ impl Host for World {
 
     fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
         assert!(!text.to_string().is_empty());
+    }
+
+    fn place_registers(&mut self, number: usize, index: usize, address: Option<u64>) -> bool {
+        match address {
+            Some(address) => {
+                let window = layout::PCI_WINDOW..layout::PCI_WINDOW + layout::PCI_WINDOW_LENGTH;
+                let last = address + OWN_REGISTERS - 1;
+                assert!(window.contains(&address) && window.contains(&last), "{address:#x}");
+                let is_over = |other: &u64| address.abs_diff(*other) < OWN_REGISTERS;
+                assert!(!self.placed.values().any(is_over), "{address:#x} is in use");
+                self.placed.insert((number, index), address);
+            }
+            None => assert!(self.placed.remove(&(number, index)).is_some(), "nothing is there"),
+        }
+        address.is_some()
     }
 
     fn kick(&mut self, index: usize) {

@@ -1,13 +1,14 @@
 //! Target `virt`: the guest of a complete board `virt` with a disk, a network device, a console, an
 //! entropy source and a channel, on two vCPUs.
 //!
-//! The first byte of an input selects the interrupt controller, the way to the devices, and the
-//! kind of the vCPUs. A sequence of steps follows, each a byte for its kind (see `Step`) and its
-//! arguments; the top bit of that byte selects the CPU. The run ends with the VM.
+//! The first byte of an input selects the interrupt controller, the way to the devices, the kind of
+//! the vCPUs, and whether the guest drives two PCI functions of the machine itself. A sequence of
+//! steps follows, each a byte for its kind (see `Step`) and its arguments; the top bit of that byte
+//! selects the CPU. The run ends with the VM.
 //!
 //! Beside panics it detects: a call that does not return to the host, a kick of a CPU by itself, an
-//! interrupt that the interrupt controller does not have, and requests to a back end that are out
-//! of range.
+//! interrupt that the interrupt controller does not have, requests to a back end that are out of
+//! range, and registers of a function of the machine outside of their window or over others.
 
 use std::time::Duration;
 
@@ -16,11 +17,13 @@ use hw_arm64::psci;
 use vmm_arm64::testing::ScriptVcpu;
 use vmm_arm64::{Arm64Vcpu as _, Exit, StartRequest, System, VcpuLoop, Width};
 use vmm_boot::virt as layout;
-use vmm_machine::{Slots, Virt, VirtBus, VirtConfig};
+use vmm_machine::{PassThroughFunction, Slots, Virt, VirtBus, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
 
-use crate::ends::{CHANGE, CHANNEL, CPUS, Connected, SLOTS, World, connected, place, run_steps};
+use crate::ends::{
+    CHANGE, CHANNEL, CPUS, Connected, OWN_REGISTERS, SLOTS, World, connected, place, run_steps,
+};
 use crate::input::{Input, Seed};
 
 /// Kind of a step.
@@ -73,7 +76,7 @@ const STEPS: [Step; 13] = [
 ];
 
 /// Addresses where a guest may find registers, and one where it does not.
-const PLACES: [u64; 16] = [
+const PLACES: [u64; 17] = [
     layout::DISTRIBUTOR,
     layout::REDISTRIBUTORS,
     layout::REDISTRIBUTORS + 0x1_0000,
@@ -90,8 +93,16 @@ const PLACES: [u64; 16] = [
     layout::PCI_WINDOW + 0x1_0000,
     layout::PCI_WINDOW + 0x1_8000,
     0x500_0000,
+    layout::ECAM + ((layout::pass_through_pci_device(0) as u64) << 15),
 ];
 
+/// Configuration space of a function of the machine: a capability of virtio, and MSI-X.
+const OWN: [u32; 64] = {
+    let mut words = [0xa5; 64];
+    (words[0], words[1], words[13]) = (0x1042_1af4, 1 << 20, 0x40);
+    (words[16], words[20]) = (0x0114_5009, 0x0001_0011);
+    words
+};
 const MEMORY: u64 = 0x4_0000;
 /// Event with which every call returns.
 const BACK: u64 = 7;
@@ -124,7 +135,13 @@ impl<'m> Rig<'m> {
             gic: if kind & 2 == 0 { Version::V3 } else { Version::V2 },
             width: if kind & 4 == 0 { Width::Bits64 } else { Width::Bits32 },
         };
-        let virt = Virt::new(config, memory, connected(bus));
+        let mut virt = Virt::new(config, memory, connected(bus));
+        if kind & 8 != 0 {
+            let function =
+                PassThroughFunction::new(|at| OWN[usize::from(at / 4)], [OWN_REGISTERS; 6]);
+            virt.add_function(0, function.clone());
+            virt.add_function(1, function);
+        }
         Self {
             cpus: std::array::from_fn(|index| virt.cpu(index)),
             vcpus: std::array::from_fn(|_| ScriptVcpu::with_random(0x5a)),
@@ -429,8 +446,25 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .virt(Step::Exit)
         .byte(0)
         .long(5);
+    // Base address 4 of both functions over each other, one of them elsewhere, and outside.
+    let window = layout::PCI_WINDOW;
+    let own = [
+        (0x4, 6),
+        (0x8004, 6),
+        (0x20, window),
+        (0x8020, window),
+        (0x8024, window + 0x8000),
+        (0x20, window + 0x8000),
+        (0x10, layout::RAM),
+        (0x20, u64::MAX),
+        (0x4, 0),
+    ];
+    let own = own
+        .into_iter()
+        .fold(Seed::new().byte(8), |seed, (offset, value)| seed.write(16, offset, 4, value));
     vec![
         ("pci", pci),
+        ("own-functions", own),
         ("fixed", fixed),
         ("second-cpu", second),
         ("instructions", instructions),
@@ -442,6 +476,18 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn registers_of_the_machine_follow_the_guest() {
+        let memory = GUEST.with(Clone::clone);
+        let mut rig = Rig::new(&memory, 8);
+        let configuration = PLACES[16];
+        for (offset, value) in [(4, 2), (0x20, layout::PCI_WINDOW), (0x10, layout::RAM)] {
+            assert!(rig.mmio(0, configuration + offset, 4, Some(value)));
+        }
+        let placed: Vec<_> = rig.world.placed.iter().map(|(&key, &at)| (key, at)).collect();
+        assert_eq!(placed, [((0, 4), layout::PCI_WINDOW)]);
+    }
 
     #[test]
     fn seeds_reach_devices_on_both_ways() {

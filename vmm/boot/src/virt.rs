@@ -13,7 +13,7 @@
 //! | [`pass_through`] | devices that the guest drives itself | [`pass_through_interrupt`] |
 //! | [`device`] | devices in slots: virtio, channels to other VMs | [`device_interrupt`] |
 //! | [`channel_memory`] | memory of channels, and the shares of their peers | |
-//! | [`PCI_WINDOW`], [`ECAM`] | PCI, if the devices in slots are on it | messages |
+//! | [`PCI_WINDOW`], [`ECAM`] | PCI, if a device is on it | messages, or as [`pass_through`] |
 //! | [`RAM`] | RAM; its last [`STOLEN_TIME_LENGTH`] bytes are records of stolen time | |
 //!
 //! RAM is elsewhere, behind [`RAM`], if its addresses are those of the host's memory.
@@ -113,6 +113,14 @@ pub const fn pass_through_interrupt(number: usize) -> u32 {
     PASS_THROUGH_INTERRUPT + (number % MAX_PASS_THROUGH) as u32
 }
 
+/// Returns the device number on PCI of such a device that is a PCI function: the last ones.
+pub const fn pass_through_pci_device(number: usize) -> u8 {
+    PCI_DEVICES - MAX_PASS_THROUGH as u8 + (number % MAX_PASS_THROUGH) as u8
+}
+/// Devices of the PCI bus; device 0 is the host bridge, those of slots follow.
+const PCI_DEVICES: u8 = 32;
+const _: () = assert!(MAX_SLOTS < pass_through_pci_device(0) as usize);
+
 /// Returns the number of the device with an interrupt; `None`: it is no such device.
 pub const fn pass_through_number(interrupt: u32) -> Option<usize> {
     let number = interrupt.wrapping_sub(PASS_THROUGH_INTERRUPT) as usize;
@@ -148,6 +156,8 @@ pub enum DeviceKind {
     Pl011,
     /// Virtio device with MMIO transport.
     Virtio,
+    /// PCI function, whose registers the guest places.
+    Pci,
 }
 
 /// A device that the guest drives itself, as the device tree describes it.

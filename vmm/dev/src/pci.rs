@@ -14,6 +14,7 @@
 //! 7.2.2; QEMU `docs/specs/pci-ids.rst` (identity of the bridge).
 
 pub mod msix;
+pub mod pass_through;
 
 use vmm_bus::{Access, Device, Env};
 

@@ -44,6 +44,7 @@ pub use pc::{Counters, Pc};
 pub use virt::{Virt, VirtBus, VirtConfig};
 pub use vmm_arm64::{Sgis, Virq};
 use vmm_bus::BackendRef;
+pub use vmm_dev::pci::pass_through::PassThroughFunction;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};
 
@@ -118,6 +119,12 @@ pub trait Host {
     /// The guest has ended a level-triggered interrupt of device `number` that it drives itself
     /// (board `virt`): the device may interrupt again.
     fn end_pass_through(&mut self, _number: usize) {}
+    /// Maps the registers of base address `index` of PCI function `number` that the guest drives
+    /// itself (board `virt`) at a guest-physical address, or unmaps them (`None`). Returns whether
+    /// they are mapped; a host without such functions maps none.
+    fn place_registers(&mut self, _number: usize, _index: usize, _address: Option<u64>) -> bool {
+        false
+    }
     /// Makes interrupts of [`Host::put_virqs`] take effect on a vCPU that runs; returns `false` if
     /// it does not run.
     fn notify(&mut self, _index: usize) -> bool {

@@ -6,6 +6,7 @@
 //! runs. A thread that creates an event for another vCPU kicks it.
 
 mod env;
+mod own_functions;
 mod pci_access;
 mod slots;
 mod unknown;
@@ -27,6 +28,7 @@ use vmm_dev::arm64::pl011::Pl011;
 use vmm_dev::arm64::pl031::Pl031;
 use vmm_dev::channel::spec as channel;
 use vmm_dev::pci::Bridge;
+use vmm_dev::pci::pass_through::PassThroughFunction;
 use vmm_dev::virtio::input::PowerButton;
 use vmm_dev::virtio::mmio::Mmio;
 use vmm_mem::GuestMemory;
@@ -37,6 +39,7 @@ use crate::pci::Windows;
 use crate::{Counters, Host, Level, Once};
 
 use env::{ChipEnv, with_line};
+use own_functions::OwnFunctions;
 use unknown::Text;
 
 pub use slots::{VirtBus, VirtDevice};
@@ -65,6 +68,8 @@ pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     devices: SpinMutex<Devices<CPUS>, R>,
     functions: P,
     windows: SpinMutex<Windows, R>,
+    /// Its lock is taken outside of that of the board.
+    own_functions: SpinMutex<OwnFunctions, R>,
 }
 
 /// Constant state of a running VM.
@@ -74,7 +79,7 @@ struct Fixed<'m> {
     start_unix: Duration,
     vcpus: usize,
     width: Width,
-    /// Devices in slots are on PCI.
+    /// There are functions on PCI.
     has_pci: bool,
 }
 
@@ -201,7 +206,14 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>> Virt
             }),
             functions,
             windows: SpinMutex::default(),
+            own_functions: SpinMutex::default(),
         }
+    }
+
+    /// Adds a PCI function of the machine, device `number` that the guest drives itself.
+    pub fn add_function(&mut self, number: usize, function: PassThroughFunction) {
+        self.fixed.has_pci = true;
+        self.own_functions.get_mut().add(number, function);
     }
 
     /// Creates vCPU `index`, once.

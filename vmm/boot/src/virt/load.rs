@@ -184,14 +184,19 @@ fn device_tree(
             Some(SlotNode::Pci) | None => {}
         }
     }
-    if boot.slots.contains(&Some(SlotNode::Pci)) {
-        pci(&mut to)?;
+    if has_pci(boot) {
+        pci(&mut to, boot.pass_through)?;
     }
     for (number, node) in boot.pass_through.iter().enumerate().take(MAX_PASS_THROUGH) {
         own_device(&mut to, number, node)?;
     }
     to.end_node(root).ok()?;
     to.finish().ok()
+}
+
+fn has_pci(boot: &VirtBoot<'_>) -> bool {
+    let is_function = |node: &PassThroughNode| node.kind == DeviceKind::Pci;
+    boot.slots.contains(&Some(SlotNode::Pci)) || boot.pass_through.iter().any(is_function)
 }
 
 fn cpus(to: &mut FdtWriter, count: u8) -> Option<()> {
@@ -239,7 +244,7 @@ fn interrupts(to: &mut FdtWriter, boot: &VirtBoot<'_>) -> Option<()> {
     to.property_u32("#interrupt-cells", 3).ok()?;
     to.property_array_u64("reg", &registers).ok()?;
     to.property_phandle(GIC).ok()?;
-    if boot.slots.contains(&Some(SlotNode::Pci)) {
+    if has_pci(boot) {
         messages(to)?;
     }
     to.end_node(node).ok()?;
@@ -282,6 +287,8 @@ fn own_device(to: &mut FdtWriter, number: usize, device: &PassThroughNode) -> Op
     let interrupt = pass_through_interrupt(number);
     match device.kind {
         DeviceKind::Pl011 => uart(to, base, interrupt),
+        // The guest finds it on the bus.
+        DeviceKind::Pci => Some(()),
         DeviceKind::Virtio => {
             let trigger = if device.is_level { LEVEL_HIGH } else { EDGE_RISING };
             let line = [SHARED, interrupt - gic::FIRST_SHARED, trigger];
@@ -312,8 +319,9 @@ fn messages(to: &mut FdtWriter) -> Option<()> {
     to.end_node(node).ok()
 }
 
-/// The host bridge, a bus with memory windows only (PCI Bus Binding to IEEE 1275).
-fn pci(to: &mut FdtWriter) -> Option<()> {
+/// The host bridge, a bus with memory windows only (PCI Bus Binding to IEEE 1275). `own`: devices
+/// that the guest drives itself; the functions among them have an interrupt by pin.
+fn pci(to: &mut FdtWriter, own: &[PassThroughNode]) -> Option<()> {
     let node = to.begin_node(&alloc::format!("pcie@{ECAM:x}")).ok()?;
     to.property_string("compatible", "pci-host-ecam-generic").ok()?;
     to.property_string("device_type", "pci").ok()?;
@@ -327,7 +335,30 @@ fn pci(to: &mut FdtWriter) -> Option<()> {
     to.property_array_u32("ranges", &[PCI_MEMORY, 0, window, 0, window, 0, length]).ok()?;
     to.property_u32("msi-parent", MSI).ok()?;
     to.property_null("dma-coherent").ok()?;
+    let functions: Vec<u32> = own
+        .iter()
+        .enumerate()
+        .take(MAX_PASS_THROUGH)
+        .filter(|(_, device)| device.kind == DeviceKind::Pci)
+        .flat_map(|(number, device)| pin(number, device))
+        .collect();
+    if !functions.is_empty() {
+        to.property_u32("#interrupt-cells", 1).ok()?;
+        // The device number of the address, and the pin.
+        to.property_array_u32("interrupt-map-mask", &[0xf800, 0, 0, 7]).ok()?;
+        to.property_array_u32("interrupt-map", &functions).ok()?;
+    }
     to.end_node(node).ok()
+}
+
+/// Entry of the map for pin A of a function that the guest drives itself: address on the bus (three
+/// cells), pin; controller, its address (two cells), interrupt.
+fn pin(number: usize, device: &PassThroughNode) -> [u32; 10] {
+    const PIN_A: u32 = 1;
+    let address = u32::from(pass_through_pci_device(number)) << 11;
+    let interrupt = pass_through_interrupt(number) - gic::FIRST_SHARED;
+    let trigger = if device.is_level { LEVEL_HIGH } else { EDGE_RISING };
+    [address, 0, 0, PIN_A, GIC, 0, 0, SHARED, interrupt, trigger]
 }
 
 /// Registers, memory, and shares of the peer; doorbell and events.
@@ -506,6 +537,25 @@ mod tests {
     }
 
     #[test]
+    fn functions_of_the_machine_have_a_pin_on_the_bus() {
+        let (memory, kernel) = (testing::memory(&[(RAM, 8 << 20)]), kernel());
+        let node = |kind| PassThroughNode { kind, offset: 0, length: 0, is_level: true };
+        let own = [node(DeviceKind::Pl011), node(DeviceKind::Pci)];
+        let boot = VirtBoot { pass_through: &own, slots: &[], ..boot(&kernel) };
+        let start = load(&memory, &boot).expect("loads");
+        let mut bytes = vec![0; 1 << 20];
+        memory.read_slice(start.tree, &mut bytes).expect("in memory");
+        let fdt = Fdt::parse(&bytes).expect("a tree");
+        let node = fdt.node("/pcie@3f000000").expect("a node");
+        assert_eq!(pass_through_pci_device(1), 29);
+        assert_eq!(node.pin_interrupt(29, 1), Some((37, true)));
+        assert_eq!(
+            [(29, 2), (28, 1), (1, 1)].map(|(of, pin)| node.pin_interrupt(of, pin)),
+            [None; 3]
+        );
+    }
+
+    #[test]
     fn the_longest_tree_fits_the_heap_of_a_vmm() {
         // Twice: an array of bytes that grows doubles (native/rt/src/heap.rs).
         const MOST: usize = 8 << 10;
@@ -519,15 +569,18 @@ mod tests {
             .collect();
         let disk =
             PassThroughNode { kind: DeviceKind::Virtio, offset: 0, length: PAGE, is_level: false };
-        let boot = VirtBoot {
-            vcpus: 8,
-            command_line: &line,
-            slots: &slots,
-            pass_through: &[disk; MAX_PASS_THROUGH],
-            ..boot(&kernel)
-        };
-        let tree = device_tree(&memory, &boot, 0..0).expect("a tree");
-        assert!(tree.len() <= MOST, "{} bytes", tree.len());
+        let function = PassThroughNode { kind: DeviceKind::Pci, ..disk };
+        for device in [disk, function] {
+            let boot = VirtBoot {
+                vcpus: 8,
+                command_line: &line,
+                slots: &slots,
+                pass_through: &[device; MAX_PASS_THROUGH],
+                ..boot(&kernel)
+            };
+            let tree = device_tree(&memory, &boot, 0..0).expect("a tree");
+            assert!(tree.len() <= MOST, "{} bytes", tree.len());
+        }
     }
 
     #[test]

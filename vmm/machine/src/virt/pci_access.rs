@@ -1,4 +1,5 @@
-//! The PCI bus of the board `virt`, if its virtio devices are on it.
+//! The PCI bus of the board `virt`, if its virtio devices are on it, or functions that the guest
+//! drives itself.
 
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
@@ -14,6 +15,8 @@ use crate::functions::Functions;
 use crate::pci::{PciBoard, Windows};
 
 const _: () = assert!(layout::ECAM_LENGTH == spec::ECAM_LEN);
+/// First of the places on the bus of functions that the guest drives itself, counted as slots.
+const FIRST_OWN: usize = layout::pass_through_pci_device(0) as usize - 1;
 
 impl<'a, H: Host, R: RelaxStrategy + 'a, const CPUS: usize, P: Functions<dyn VirtDevice>>
     PciBoard<'a> for CpuBus<'a, '_, H, R, CPUS, P>
@@ -26,7 +29,10 @@ impl<'a, H: Host, R: RelaxStrategy + 'a, const CPUS: usize, P: Functions<dyn Vir
         slot: usize,
         call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T,
     ) -> Option<T> {
-        self.with_slot(slot, |device, env| Some(call(device.function()?, env)))?
+        match slot.checked_sub(FIRST_OWN).filter(|&number| number < layout::MAX_PASS_THROUGH) {
+            Some(number) => self.with_own_function(number, call),
+            None => self.with_slot(slot, |device, env| Some(call(device.function()?, env)))?,
+        }
     }
 
     fn with_bridge<T>(&mut self, call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T) -> T {
@@ -42,7 +48,7 @@ impl<'a, H: Host, R: RelaxStrategy + 'a, const CPUS: usize, P: Functions<dyn Vir
     }
 
     fn slots(&self) -> usize {
-        self.virt.functions.slots()
+        FIRST_OWN + layout::MAX_PASS_THROUGH
     }
 
     #[cold]
@@ -54,6 +60,25 @@ impl<'a, H: Host, R: RelaxStrategy + 'a, const CPUS: usize, P: Functions<dyn Vir
 impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn VirtDevice>>
     CpuBus<'_, '_, H, R, CPUS, P>
 {
+    /// Calls a function that the guest drives itself, and then maps its registers where the guest
+    /// wants them.
+    fn with_own_function<T>(
+        &mut self,
+        number: usize,
+        call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T,
+    ) -> Option<T> {
+        let virt = self.virt;
+        let mut own = virt.own_functions.lock();
+        let function = own.get(number)?;
+        let result = self.locked(|devices, (fixed, host)| {
+            let effects = &mut devices.effects;
+            call(function, &mut ChipEnv { fixed, effects, host, line: None })
+        });
+        let host = &mut *self.host;
+        own.place(number, |index, address| host.place_registers(number, index, address));
+        Some(result)
+    }
+
     /// Returns whether an address belongs to the PCI bus, if there is one.
     pub(super) fn in_pci(&self, address: u64) -> bool {
         let is_window = address.wrapping_sub(layout::PCI_WINDOW) < layout::PCI_WINDOW_LENGTH;
