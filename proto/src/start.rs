@@ -70,6 +70,21 @@ pub const fn shares(channel: usize, share: usize) -> u64 {
 pub const FILES: u64 = 0x4000_0000;
 /// Alignment of [`FILES`] in bytes, and upper limit of the bundle's size.
 pub const FILES_ALIGN: u64 = 0x4000_0000;
+/// Registers of the PCI functions that a guest drives itself: those of the first one; those of
+/// further ones follow, each in [`FUNCTION_STRIDE`] bytes.
+pub const FUNCTIONS: u64 = DEVICES + DEVICES_LENGTH - MAX_VM_DEVICES as u64 * FUNCTION_STRIDE;
+/// Bytes for the registers and the configuration space of a PCI function that a guest drives.
+pub const FUNCTION_STRIDE: u64 = 0x20_0000;
+const _: () = assert!(FUNCTIONS >= DEVICES + MAX_VM_DEVICES as u64 * 4096);
+/// Guest-physical address of guest memory on board `virt`, unless it is [`Vmm::identity`].
+pub const GUEST_RAM: u64 = 0x4000_0000;
+/// Returns the number of the range, of kind `Registers`, that a VMM has for a base address register
+/// of a PCI function, device `device` of its guest's own. Its pages with the MSI-X table are not
+/// mapped.
+pub const fn function_registers(device: usize, register: u8) -> u64 {
+    const REGISTERS: u64 = 8;
+    MAX_VM_DEVICES as u64 + device as u64 * REGISTERS + register as u64 % REGISTERS
+}
 /// First byte of guest memory; aligned for the largest delegation.
 pub const GUEST_MEMORY: u64 = 0x40_0000_0000;
 
@@ -174,7 +189,7 @@ pub mod event {
 }
 
 /// Largest number of memory ranges of a task.
-pub const MAX_RANGES: usize = 36;
+pub const MAX_RANGES: usize = 44;
 /// Largest encoded start page in bytes.
 pub const MAX_START: usize = 4096;
 
@@ -203,9 +218,11 @@ pub enum RangeKind {
     /// Registers of a server's device: of a PCI function, the range of one base address register;
     /// `physical` is the index of the register, in ascending order. Pages that contain the MSI-X
     /// table are omitted. Of another device, all its registers, with index 0; they may begin and
-    /// end inside a page. VMM: those of device `physical` of [`Vmm::devices`].
+    /// end inside a page. VMM: those of device `physical` of [`Vmm::devices`]; of a PCI function,
+    /// see [`function_registers`].
     Registers,
-    /// Configuration space of a server's device, read-only.
+    /// Configuration space of a server's device, read-only; `physical` is 0. VMM: that of device
+    /// `physical` of [`Vmm::devices`].
     Configuration,
 }
 
@@ -265,10 +282,13 @@ pub enum PassThroughKind {
     Pl011,
     /// A virtio device over MMIO.
     Virtio,
+    /// A PCI function, which the IOMMU restricts to guest memory. Root resets it.
+    Pci,
 }
 
 /// A device of the machine that a guest drives itself. Device `n` uses memory range `n` of kind
-/// `Registers`, slot `PASS_THROUGH + n` and event `pass_through(n)`.
+/// `Registers`, or those of [`function_registers`] and of kind `Configuration`, slot
+/// `PASS_THROUGH + n` and event `pass_through(n)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassThrough {
     /// Kind.

@@ -219,9 +219,10 @@ pub struct Vm<'a> {
     pub disks: Vec<VmDisk, MAX_VM_DISKS>,
     /// Network cards, in the order of their discovery by the guest.
     pub nets: Vec<VmNet, MAX_VM_NETS>,
-    /// Devices of the machine that the guest drives itself: serial ports and virtio devices over
-    /// MMIO of a device tree. A virtio device accesses all memory of the machine, and needs guest
-    /// memory whose guest-physical addresses are the physical ones.
+    /// Devices of the machine that the guest drives itself: serial ports, virtio devices over MMIO
+    /// of a device tree, and virtio devices on PCI. A device over MMIO accesses all memory of the
+    /// machine, and needs guest memory whose guest-physical addresses are the physical ones; one on
+    /// PCI accesses guest memory only, because the IOMMU restricts it.
     pub devices: Vec<Device, MAX_VM_DEVICES>,
 }
 
@@ -320,6 +321,13 @@ impl Vm<'_> {
     /// that the guest drives itself accesses it.
     pub fn has_identity_memory(&self) -> bool {
         self.devices.iter().any(|device| matches!(device, Device::Mmio(..)))
+    }
+
+    /// Returns whether root restarts the VM at a reset by the guest that is to reset it
+    /// ([`OnReset::Reset`]): the guest drives a PCI function itself, which only root can reset.
+    pub fn restarts_at_reset(&self) -> bool {
+        let has_function = self.devices.iter().any(|device| matches!(device, Device::Pci(..)));
+        has_function && self.on_reset == OnReset::Reset
     }
 }
 

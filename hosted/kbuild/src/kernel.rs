@@ -646,6 +646,20 @@ mod tests {
     }
 
     #[test]
+    fn modules_are_not_built_in_a_path_of_several_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, two] = ["driver", "my driver"].map(|name| folder.path().join(name));
+        for path in [&one, &two] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("Kbuild"), "obj-m := driver.o\n").unwrap();
+        }
+        assert_eq!(modules_source(&one).unwrap(), one.canonicalize().unwrap());
+        let failure = modules_source(&two).unwrap_err();
+        assert_eq!(failure.code(), failure::BAD_CONFIG);
+        assert!(failure.to_string().contains("separates words"), "{failure}");
+    }
+
+    #[test]
     fn every_line_of_the_configuration_must_come_out() {
         let wanted = "# why\nCONFIG_A=y\n# CONFIG_B is not set\n# CONFIG_C is not set\n";
         let configured = "\nCONFIG_A=y\n# CONFIG_B is not set\n";

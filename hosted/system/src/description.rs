@@ -238,7 +238,8 @@ pub struct Vm {
     #[serde(default)]
     pub net: Vec<Spanned<String>>,
     /// Devices of the machine that the guest drives itself, on board `qemu-virt`: `com1`,
-    /// `virtio-blk:0` or `virtio-net:0`.
+    /// `virtio-blk:0` or `virtio-net:0`. With `iommu = true` the IOMMU restricts the latter to the
+    /// guest's memory; else the guest must be `trusted`.
     #[serde(default)]
     pub devices: Vec<Spanned<String>>,
     /// The guest may have devices that access all memory of the machine.

@@ -15,12 +15,14 @@ hostname guest
 cd /root
 
 # Drivers of present devices: pvpanic reports panics to the VMM; virtio devices are PCI functions,
-# on AArch64 platform devices, one of which is the power button; those of the machine are behind it.
+# on AArch64 platform devices, one of which is the power button; those of the machine are behind it,
+# and the last ones on PCI.
 transport=/sys/bus/pci/devices/0000:00:01.0
 slot=$transport
 platform=/sys/bus/platform/devices
 [ ! -e $platform/9020000.virtio_mmio ] || transport=$platform/9020000.virtio_mmio
-for device in $platform/a000000.* $platform/90[4-7]????.virtio_mmio; do
+for device in $platform/a000000.* $platform/90[4-7]????.virtio_mmio \
+    /sys/bus/pci/devices/0000:00:1[c-f].0; do
     [ ! -e "$device" ] || slot=$device
 done
 for module in /lib/modules/*.ko; do

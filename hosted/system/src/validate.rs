@@ -163,7 +163,12 @@ impl Validator<'_> {
     }
 
     /// Checks the numbers of VMs, tasks and servers.
-    fn limits<V, T, S>(&mut self, vms: &[Spanned<V>], tasks: &[Spanned<T>], servers: &[Spanned<S>]) {
+    fn limits<V, T, S>(
+        &mut self,
+        vms: &[Spanned<V>],
+        tasks: &[Spanned<T>],
+        servers: &[Spanned<S>],
+    ) {
         self.limit("virtual machines", compiled::MAX_VMS, vms);
         self.limit("tasks", compiled::MAX_TASKS, tasks);
         self.limit("servers", compiled::MAX_SERVERS, servers);

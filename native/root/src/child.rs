@@ -69,6 +69,10 @@ pub enum StartError {
     Server,
     /// The device is unknown, or the kernel's.
     Device,
+    /// No IOMMU restricts the device to the guest's memory.
+    NoIommu,
+    /// The device cannot be reset between two guests.
+    NoReset,
     /// Another device has registers in the same page as the device.
     SharedPage,
     /// Another child has the interrupt line of the device.
@@ -90,6 +94,14 @@ impl fmt::Display for StartError {
             Self::OnePiece => to.write_str(
                 "no free piece of memory is large enough for the guest, whose device accesses it: \
                  give the machine more memory, or the guest less",
+            ),
+            Self::NoIommu => to.write_str(
+                "no IOMMU restricts the device to the guest's memory: use a machine with one \
+                 (AArch64: an SMMU of version 3 with stage 1 for all functions of PCI)",
+            ),
+            Self::NoReset => to.write_str(
+                "the device cannot be reset between two guests: it has no function-level reset, \
+                 and is no virtio device of version 1; give it to a server",
             ),
             Self::SharedPage => to.write_str(
                 "another device has registers in the same page: \
@@ -313,7 +325,8 @@ impl Child {
         self.add_known_range(kind, base, length, 0)
     }
 
-    fn add_known_range(
+    /// Describes memory of the child, of which `physical` is known.
+    pub fn add_known_range(
         &mut self,
         kind: RangeKind,
         base: u64,
@@ -424,6 +437,11 @@ impl Child {
             address += window.length();
         }
         Ok(first.map(physical))
+    }
+
+    /// Guest memory, in its order.
+    pub fn guest(&self) -> &Vec<Window, MAX_GUEST_PIECES> {
+        &self.guest
     }
 
     /// Returns the pieces of `length` bytes of guest memory from `offset` on; `None` beyond its

@@ -1,22 +1,25 @@
 //! IOMMUs: memory that a device may access, and interrupts that it may send.
 //!
 //! Root owns all memory anyway, so root has the driver of the hardware that protects it from
-//! devices, and the kernel needs none. A function without a server may access no memory. A function
+//! devices, and the kernel needs none. A function without a driver may access no memory. A function
 //! with a server may access the server's DMA memory, and the sessions of its clients, at their
 //! physical addresses. Page tables belong to a server's index and are permanent, as that memory is,
-//! so a restarted server reuses them.
+//! so a restarted server reuses them. A function that a guest drives may access the guest's memory,
+//! at guest-physical addresses; its page tables end with the VM ([`Iommu::remove`]).
 //!
-//! The IOMMUs log what they block. A server whose function made such a request is stopped.
+//! The IOMMUs log what they block. A server or VM whose function made such a request is stopped.
 //!
 //! A module per kind has the same items: the format of its page tables, and `Units`, all IOMMUs of
 //! the machine.
 
 use abi::{PAGE_SIZE, boot};
+use heapless::Vec;
 use native_rt::start::Boot;
 use native_rt::{Window, warn};
-use proto::system::MAX_SERVERS;
+use proto::system::MAX_VM_DEVICES;
 
-use crate::memory::Memory;
+use crate::manager::CHILDREN;
+use crate::memory::{MAX_GUEST_PIECES, Memory};
 use crate::pci::{Address, Pci};
 
 #[cfg(target_arch = "x86_64")]
@@ -25,12 +28,14 @@ mod amd;
 mod smmu;
 
 #[cfg(target_arch = "x86_64")]
-use amd::{ADDRESS_LIMIT, LEVELS, Units, index, leaf, next_table, table};
+use amd::{ADDRESS_LIMIT, LEVELS, Units, block, index, leaf, next_table, table};
 #[cfg(target_arch = "aarch64")]
-use smmu::{ADDRESS_LIMIT, LEVELS, Units, index, leaf, next_table, table};
+use smmu::{ADDRESS_LIMIT, LEVELS, Units, block, index, leaf, next_table, table};
 
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
+/// Memory that one entry of level 2 maps, in bytes.
+const BLOCK: u64 = 512 * PAGE_SIZE;
 /// Maximum number of polls until a command must be complete.
 const MAX_POLLS: u32 = 10_000_000;
 /// Maximum number of events logged per call.
@@ -38,14 +43,14 @@ const MAX_LOGGED: u32 = 4;
 /// Maximum number of events read per call: a device may cause them faster than root reads them.
 const MAX_EVENTS: u32 = 256;
 
-/// A server's page tables, the first page is the root; and further pages that the kind of IOMMU
-/// needs.
+/// Page tables of a server or VM, the first page is the root; and further pages that the kind of
+/// IOMMU needs.
 struct Domain {
     pages: Window,
     used: u64,
     further: Option<Window>,
-    /// The function that the server drives now.
-    function: Option<Address>,
+    /// The functions that are driven now: one of a server.
+    functions: Vec<Address, MAX_VM_DEVICES>,
 }
 
 /// Address and data by which a function interrupts, or an input of an I/O APIC.
@@ -61,15 +66,15 @@ struct Event {
     words: [u64; 2],
 }
 
-/// All IOMMUs, and the memory that each server's function may access.
+/// All IOMMUs, and the memory that the functions of each child, a server or a VM, may access.
 pub struct Iommu {
     units: Units,
-    domains: [Option<Domain>; MAX_SERVERS],
-    /// Servers whose function made a request that was blocked, as a bit mask.
+    domains: [Option<Domain>; CHILDREN],
+    /// Children whose function made a request that was blocked, as a bit mask.
     offenders: u64,
 }
 
-const _: () = assert!(MAX_SERVERS <= u64::BITS as usize);
+const _: () = assert!(CHILDREN <= u64::BITS as usize);
 
 /// Error: no memory for page tables, or memory beyond their range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,24 +102,24 @@ impl Iommu {
     /// none. Their memory belongs to `owner`.
     pub fn new(boot: &Boot, memory: &mut Memory, owner: usize) -> Option<Self> {
         let units = Units::new(boot, &Pci::find(boot)?, memory, owner)?;
-        Some(Self { units, domains: [const { None }; MAX_SERVERS], offenders: 0 })
+        Some(Self { units, domains: [const { None }; CHILDREN], offenders: 0 })
     }
 
-    /// The tables of a server, made at its first start.
+    /// The tables of a child, made at its first use: `pages` pages of `owner`.
     fn domain(
         &mut self,
         memory: &mut Memory,
-        owner: usize,
-        server: usize,
+        (owner, pages): (usize, u64),
+        child: usize,
     ) -> Result<&mut Domain, NoRoom> {
-        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
+        let domain = self.domains.get_mut(child).ok_or(NoRoom)?;
         if domain.is_none() {
-            let pages = memory.allocate(owner, TABLE_PAGES).ok_or(NoRoom)?;
+            let pages = memory.allocate(owner, pages).ok_or(NoRoom)?;
             let further = match self.units.further_pages() {
                 0 => None,
                 count => Some(memory.allocate(owner, count).ok_or(NoRoom)?),
             };
-            let mut new = Domain { pages, used: 0, further, function: None };
+            let mut new = Domain { pages, used: 0, further, functions: Vec::new() };
             new.add_table().ok_or(NoRoom)?;
             *domain = Some(new);
         }
@@ -130,7 +135,7 @@ impl Iommu {
         server: usize,
         message: Message,
     ) -> Result<Message, NoRoom> {
-        let further = self.domain(memory, owner, server)?.further;
+        let further = self.domain(memory, (owner, TABLE_PAGES), server)?.further;
         Ok(self.units.message(further, message))
     }
 
@@ -139,7 +144,8 @@ impl Iommu {
         self.units.add_line(message);
     }
 
-    /// Lets the function of a server access these windows, and nothing else.
+    /// Lets the function of a server access these windows at their physical addresses, and nothing
+    /// else.
     pub fn allow(
         &mut self,
         memory: &mut Memory,
@@ -148,39 +154,71 @@ impl Iommu {
         function: Address,
         windows: impl Iterator<Item = Window>,
     ) -> Result<(), NoRoom> {
-        let domain = self.domain(memory, owner, server)?;
+        let domain = self.domain(memory, (owner, TABLE_PAGES), server)?;
         for window in windows {
-            for offset in (0..window.length()).step_by(PAGE_SIZE as usize) {
-                domain.map(physical(window) + offset).ok_or(NoRoom)?;
+            domain.map_window(physical(window), window).ok_or(NoRoom)?;
+        }
+        self.enable(server, function)
+    }
+
+    /// Lets a function that a guest drives access guest memory, and nothing else: these windows,
+    /// one after the other from guest-physical address `base` on. The tables belong to the VM, and
+    /// all its functions share them.
+    pub fn allow_guest(
+        &mut self,
+        memory: &mut Memory,
+        vm: usize,
+        function: Address,
+        (base, windows): (u64, &[Window]),
+    ) -> Result<(), NoRoom> {
+        if self.domains.get(vm).is_none_or(Option::is_none) {
+            let bytes = windows.iter().map(|window| window.length()).sum();
+            let domain = self.domain(memory, (vm, guest_table_pages(bytes)), vm)?;
+            let mut address = base;
+            for &window in windows {
+                domain.map_window(address, window).ok_or(NoRoom)?;
+                address += window.length();
             }
         }
-        let (pages, further) = (domain.pages, domain.further);
-        // Earlier requests of the function are not this server's.
+        self.enable(vm, function)
+    }
+
+    /// Puts a function into the domain of a child, which exists.
+    fn enable(&mut self, child: usize, function: Address) -> Result<(), NoRoom> {
+        // Earlier requests of the function are not this child's.
         self.report();
-        if let Some(domain) = &mut self.domains[server] {
-            domain.function = Some(function);
-        }
-        self.units.allow(function, server, pages, further);
+        let domain = self.domains.get_mut(child).and_then(Option::as_mut).ok_or(NoRoom)?;
+        domain.functions.push(function).map_err(|_| NoRoom)?;
+        self.units.allow(function, child, domain.pages, domain.further);
         Ok(())
     }
 
-    /// Removes all access of a server's function.
-    pub fn deny(&mut self, server: usize, function: Address) {
-        if let Some(domain) = self.domains.get_mut(server).and_then(Option::as_mut) {
-            domain.function = None;
-            self.offenders &= !(1 << server);
+    /// Removes all access of a child's function.
+    pub fn deny(&mut self, child: usize, function: Address) {
+        if let Some(domain) = self.domains.get_mut(child).and_then(Option::as_mut) {
+            domain.functions.retain(|driven| *driven != function);
+            self.offenders &= !(1 << child);
         }
-        self.units.deny(function, server);
+        self.units.deny(function, child);
     }
 
-    /// Reads the logs of the IOMMUs, logs what they blocked, and notes the servers whose functions
+    /// Forgets the page tables of a VM, whose memory is freed with the VM's: all its functions are
+    /// denied.
+    pub fn remove(&mut self, vm: usize) {
+        let domain = self.domains.get_mut(vm).and_then(Option::take);
+        for function in domain.into_iter().flat_map(|domain| domain.functions) {
+            self.units.deny(function, vm);
+        }
+    }
+
+    /// Reads the logs of the IOMMUs, logs what they blocked, and notes the children whose functions
     /// it came from for [`take_offender`](Self::take_offender).
     pub fn report(&mut self) {
         let Self { units, domains, offenders } = self;
         let count = take_all(
             || units.next_event(),
             |number, event| {
-                let driven = domains.iter().map(|domain| domain.as_ref()?.function);
+                let driven = domains.iter().map(Domain::functions);
                 *offenders |= offender(driven, &event);
                 if number < MAX_LOGGED {
                     event.log();
@@ -192,16 +230,16 @@ impl Iommu {
         }
     }
 
-    /// Returns whether any server drives a function.
+    /// Returns whether any child drives a function.
     pub fn is_used(&self) -> bool {
-        self.domains.iter().flatten().any(|domain| domain.function.is_some())
+        self.domains.iter().any(|domain| !Domain::functions(domain).is_empty())
     }
 
-    /// Returns a server whose function made a request that was blocked, once.
+    /// Returns a child whose function made a request that was blocked, once.
     pub fn take_offender(&mut self) -> Option<usize> {
-        let server = self.offenders.trailing_zeros() as usize;
+        let child = self.offenders.trailing_zeros() as usize;
         self.offenders &= self.offenders.wrapping_sub(1);
-        (server < MAX_SERVERS).then_some(server)
+        (child < CHILDREN).then_some(child)
     }
 }
 
@@ -229,14 +267,38 @@ impl Event {
     }
 }
 
-/// Returns the server that an event accuses, as a bit mask: the one that drives the function now,
-/// if the event is a blocked request. `driven` are the servers' functions, by index.
-fn offender(mut driven: impl Iterator<Item = Option<Address>>, event: &Event) -> u64 {
+/// Returns the child that an event accuses, as a bit mask: the one that drives the function now, if
+/// the event is a blocked request. `driven` are the children's functions, by index.
+fn offender<'d>(mut driven: impl Iterator<Item = &'d [Address]>, event: &Event) -> u64 {
     let Some(function) = event.function.filter(|_| event.is_blocked_request) else { return 0 };
-    driven.position(|driven| driven == Some(function)).map_or(0, |server| 1 << server)
+    driven.position(|driven| driven.contains(&function)).map_or(0, |child| 1 << child)
+}
+
+/// Most pages of the tables of a guest with that much memory: one per level, per GiB that it
+/// touches, and per piece that is no multiple of [`BLOCK`].
+fn guest_table_pages(bytes: u64) -> u64 {
+    u64::from(LEVELS) + (bytes >> 30) + 2 + MAX_GUEST_PIECES as u64
+}
+
+/// Returns the entries that map `length` bytes at a physical address to addresses from `address`
+/// on: address, level, entry.
+fn entries(address: u64, physical: u64, length: u64) -> impl Iterator<Item = (u64, u8, u64)> {
+    let mut done = 0;
+    core::iter::from_fn(move || {
+        let left = length.checked_sub(done).filter(|&left| left >= PAGE_SIZE)?;
+        let (at, target) = (address + done, physical + done);
+        let is_block = (at | target).is_multiple_of(BLOCK) && left >= BLOCK;
+        done += if is_block { BLOCK } else { PAGE_SIZE };
+        Some(if is_block { (at, 2, block(target)) } else { (at, 1, leaf(target)) })
+    })
 }
 
 impl Domain {
+    /// The functions that a child drives now.
+    fn functions(domain: &Option<Self>) -> &[Address] {
+        domain.as_ref().map_or(&[], |domain| &domain.functions)
+    }
+
     /// Takes a zeroed page into use as a table; returns its offset.
     fn add_table(&mut self) -> Option<u64> {
         let offset = self.used * PAGE_SIZE;
@@ -245,14 +307,20 @@ impl Domain {
         Some(offset)
     }
 
-    /// Maps a page to its own address.
-    fn map(&mut self, address: u64) -> Option<()> {
+    /// Maps a window's memory to addresses from `address` on, in blocks where both are aligned.
+    fn map_window(&mut self, address: u64, window: Window) -> Option<()> {
+        entries(address, physical(window), window.length())
+            .try_for_each(|(at, level, entry)| self.map(at, level, entry))
+    }
+
+    /// Writes the entry of this level for an address.
+    fn map(&mut self, address: u64, last: u8, entry: u64) -> Option<()> {
         if address >= ADDRESS_LIMIT {
             return None;
         }
         let base = physical(self.pages);
         let mut offset = 0;
-        for level in (2..=LEVELS).rev() {
+        for level in (last + 1..=LEVELS).rev() {
             let at = offset + 8 * index(address, level);
             offset = match next_table(read(self.pages, at)) {
                 Some(next) => next - base,
@@ -263,28 +331,60 @@ impl Domain {
                 }
             };
         }
-        write(self.pages, offset + 8 * index(address, 1), &[leaf(address)]);
+        write(self.pages, offset + 8 * index(address, last), &[entry]);
         Some(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    extern crate std;
+
+    use std::vec::Vec;
+
     use super::*;
 
     #[test]
-    fn a_blocked_request_accuses_the_server_that_drives_the_function() {
+    fn a_blocked_request_accuses_the_child_that_drives_the_function() {
         let function = Address::from_number(0x18);
-        let domains = [None, None, Some(function)];
+        let of_vm = [Address::from_number(0x28), function];
+        let domains: [&[Address]; 3] = [&[], &[], &of_vm];
         let offender = |count, function, is_blocked_request| {
             let event = Event { function, is_blocked_request, words: [0; 2] };
             offender(domains.iter().copied().take(count), &event)
         };
         assert_eq!(offender(3, Some(function), true), 1 << 2);
+        assert_eq!(offender(3, Some(of_vm[0]), true), 1 << 2);
         assert_eq!(offender(3, Some(function), false), 0, "an error of the hardware");
         assert_eq!(offender(3, Some(Address::from_number(0x20)), true), 0, "no server drives it");
         assert_eq!(offender(2, Some(function), true), 0, "its server has ended");
         assert_eq!(offender(3, None, true), 0, "another stream");
+    }
+
+    #[test]
+    fn guest_memory_is_mapped_in_blocks_where_both_addresses_allow_it() {
+        let all =
+            |address, physical, length| entries(address, physical, length).collect::<Vec<_>>();
+        assert_eq!(
+            all(0x4000_0000, 0x1_2020_0000, BLOCK),
+            [(0x4000_0000, 2, block(0x1_2020_0000))]
+        );
+        // A piece of 1 MiB, and one whose addresses differ by less than a block.
+        for (address, physical, length) in
+            [(0x4020_0000, 0x8000_0000, BLOCK / 2), (0x4000_0000, 0x8010_0000, BLOCK)]
+        {
+            let entries = all(address, physical, length);
+            assert_eq!(entries.len() as u64, length / PAGE_SIZE);
+            let last = length - PAGE_SIZE;
+            assert_eq!(entries[0], (address, 1, leaf(physical)));
+            assert_eq!(entries.last(), Some(&(address + last, 1, leaf(physical + last))));
+        }
+        let (address, physical) = (0x4000_0000, 0x2_0000_0000);
+        let tail = all(address, physical, 2 * BLOCK + 2 * PAGE_SIZE);
+        assert_eq!(tail.iter().map(|entry| entry.1).collect::<Vec<_>>(), [2, 2, 1, 1]);
+        assert_eq!(tail[3].0, address + 2 * BLOCK + PAGE_SIZE);
+        assert_eq!(all(address, physical, 0), []);
+        assert_eq!(guest_table_pages(128 << 20), u64::from(LEVELS) + 2 + 20);
     }
 
     #[test]

@@ -51,7 +51,7 @@ const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
 /// ns.
 const SHUTDOWN_TIMEOUT: u64 = 3_000_000_000;
 
-/// Time between two looks at the log of the IOMMUs, while servers have devices, in ns.
+/// Time between two looks at the log of the IOMMUs, while servers or VMs have devices, in ns.
 const DEVICE_CHECK: u64 = 1_000_000_000;
 
 /// State of a child that outlives it.
@@ -325,7 +325,9 @@ impl<'a> Manager<'a> {
         // answers, and report success to its clients.
         child.stop();
         if let Some(vm) = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index)) {
-            let all_stopped = pass_through::vm_ended(self.resources.boot, &vm.plan.devices);
+            let iommu = self.sessions.iommu();
+            let (boot, devices) = (self.resources.boot, &vm.plan.devices);
+            let all_stopped = pass_through::vm_ended(boot, iommu, (number, &child), devices);
             if has_run && !all_stopped {
                 error!("vm {}: its memory stays unused, as a device may access it", vm.name);
                 self.resources.memory.transfer(number, PERMANENT);
@@ -480,8 +482,8 @@ impl<'a> Manager<'a> {
 
     fn events(&mut self, events: u64) {
         if events & ALARM != 0 {
-            while let Some(server) = self.sessions.report() {
-                self.end(server, EndCause::DeviceBlocked);
+            while let Some(number) = self.sessions.report() {
+                self.end(number, EndCause::DeviceBlocked);
             }
             let now = time::tsc();
             if self.device_check <= now {
@@ -536,7 +538,10 @@ impl<'a> Manager<'a> {
         self.records[number].ended = Some(code);
         self.remove_name(number);
 
-        let again = policy::starts_again(self.policy(number), code) && !self.records[number].hold;
+        let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
+        let has_reset = vm.is_some_and(|vm| vm.plan.restarts_at_reset()) && code == code::RESET;
+        let again = (policy::starts_again(self.policy(number), code) || has_reset)
+            && !self.records[number].hold;
         let lived = time::nanos(self.clock.tsc_khz, lived);
         if !(again && self.schedule_restart(number, lived, code))
             && self.records[number].restart == FOREVER

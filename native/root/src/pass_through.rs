@@ -1,14 +1,18 @@
-//! Devices of the machine that guests drive themselves: a UART, and virtio devices over MMIO. Their
-//! registers are in the guest's memory, and their interrupts are the VMM's.
+//! Devices of the machine that guests drive themselves: a UART, and virtio devices, over MMIO or on
+//! PCI. Their registers are in the guest's memory, and their interrupts are the VMM's.
 //!
 //! # Invariants
 //!
 //! * A device has one owner, which `parador system check` verifies: a server, or a VM.
-//! * A virtio device accesses all memory of the machine, as there is no IOMMU for it: its guest is
-//!   trusted by the description. A UART accesses none.
+//! * A virtio device over MMIO accesses all memory of the machine, as there is no IOMMU for it: its
+//!   guest is trusted by the description. A UART accesses none. A PCI function accesses the guest's
+//!   memory alone, at guest-physical addresses, by the IOMMU ([`function`]).
 //! * Before the memory of an ended VM is used again, the registers of its devices are revoked, and
-//!   then the devices reset: no vCPU can start them again. The memory stays unused for ever if a
-//!   device does not complete its reset.
+//!   then the devices reset: no vCPU can start them again. A PCI function is disabled, too, and the
+//!   IOMMU denies it everything. The memory stays unused for ever if another device does not
+//!   complete its reset.
+
+mod function;
 
 use heapless::Vec;
 use hw_tables::virtio_mmio;
@@ -16,11 +20,13 @@ use native_rt::start::Boot;
 use proto::start::{PassThrough, PassThroughKind, slot};
 use proto::system::{Device, MAX_VM_DEVICES};
 
+pub use self::function::Guest;
 use crate::child::{Child, FOR_GUESTS, Resources, StartError};
+use crate::iommu::Iommu;
 use crate::mmio::{self, Place};
 use crate::platform;
 
-/// Returns kind and place of a device. Fails for devices that no guest can drive.
+/// Returns kind and place of a device over MMIO. Fails for devices that no guest can drive.
 fn find(boot: &Boot, device: Device) -> Result<(PassThroughKind, Place), StartError> {
     match device {
         Device::Serial(port) => {
@@ -39,6 +45,8 @@ fn length(kind: PassThroughKind) -> u64 {
     match kind {
         PassThroughKind::Pl011 => abi::PAGE_SIZE,
         PassThroughKind::Virtio => virtio_mmio::LENGTH,
+        // Its registers are in several places.
+        PassThroughKind::Pci => 0,
     }
 }
 
@@ -52,10 +60,20 @@ fn reset(boot: &Boot, kind: PassThroughKind, place: &Place) -> bool {
 pub fn connect(
     child: &mut Child,
     resources: &mut Resources,
+    mut iommu: Option<&mut Iommu>,
+    guest: Guest,
     devices: &[Device],
 ) -> Result<Vec<PassThrough, MAX_VM_DEVICES>, StartError> {
     let mut all = Vec::new();
     for (number, &device) in (0..).zip(devices) {
+        if let Device::Pci(class, index) = device {
+            let device = (all.len(), class, index);
+            let iommu = iommu.as_deref_mut();
+            let device = function::connect(child, resources, iommu, guest, device)?;
+            // As below.
+            let _ = all.push(device);
+            continue;
+        }
         let (kind, place) = find(resources.boot, device)?;
         if !reset(resources.boot, kind, &place) {
             return Err(StartError::Device);
@@ -71,23 +89,38 @@ pub fn connect(
 
 /// Handles the end of a VM with devices, before its memory is used again. Returns `false` if a
 /// device may still access it.
-pub fn vm_ended(boot: &Boot, devices: &[Device]) -> bool {
+pub fn vm_ended(
+    boot: &Boot,
+    mut iommu: Option<&mut Iommu>,
+    vm: (usize, &Child),
+    devices: &[Device],
+) -> bool {
     let mut all_stopped = true;
-    for &device in devices {
-        let Ok((kind, place)) = find(boot, device) else {
-            all_stopped = false;
+    for (number, &device) in devices.iter().enumerate() {
+        if let Device::Pci(class, index) = device {
+            function::vm_ended(boot, iommu.as_deref_mut(), vm, (number, class, index));
             continue;
-        };
-        // It fails only if nothing was delegated.
-        let _ = boot.device_pages(place.base, length(kind)).map(native_rt::Window::revoke);
-        if reset(boot, kind, &place) {
-            native_rt::info!("device at {:#x} is reset", place.base);
-        } else {
-            native_rt::error!("cannot reset the device at {:#x}", place.base);
-            all_stopped = false;
         }
+        all_stopped &= stop(boot, device);
+    }
+    if let Some(iommu) = iommu {
+        iommu.remove(vm.0);
     }
     all_stopped
+}
+
+/// Revokes the registers of a device and resets it. Returns `false` if it may still access memory:
+/// also if it is not found any more.
+fn stop(boot: &Boot, device: Device) -> bool {
+    let Ok((kind, place)) = find(boot, device) else { return false };
+    // It fails only if nothing was delegated.
+    let _ = boot.device_pages(place.base, length(kind)).map(native_rt::Window::revoke);
+    let is_stopped = reset(boot, kind, &place);
+    match is_stopped {
+        true => native_rt::info!("device at {:#x} is reset", place.base),
+        false => native_rt::error!("cannot reset the device at {:#x}", place.base),
+    }
+    is_stopped
 }
 
 #[cfg(test)]
@@ -114,7 +147,6 @@ mod tests {
             regions: [Region { base: 0, length: 0, kind: 0, reserved: 0 }; MAX_REGIONS],
         };
         let boot = Boot { info: &MACHINE_WITHOUT_DEVICES, bundle: &[] };
-        assert!(!vm_ended(&boot, &[Device::Mmio(VirtioClass::Block, 0)]));
-        assert!(vm_ended(&boot, &[]));
+        assert!(!stop(&boot, Device::Mmio(VirtioClass::Block, 0)));
     }
 }

@@ -7,13 +7,15 @@
 //! of functions (INTx), a server's function interrupts by its line instead.
 //!
 //! A function may access memory only between [`Function::start`] and [`Function::disable`], while
-//! its server lives.
+//! its server, or the VM whose guest drives it, lives.
+
+mod reset;
 
 use abi::PAGE_SIZE;
 use heapless::Vec;
 use hw_tables::pci::{
     BARS, DEVICES, FUNCTIONS, MemoryBar, SPACE, capabilities, capability, command, msi, msi_x,
-    register,
+    msi_x_table, register,
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
@@ -256,14 +258,17 @@ impl Function<'_> {
         bars
     }
 
-    /// Returns the addresses of all memory BARs, without sizing, which would stop the function.
+    /// Returns the address of a memory BAR, without sizing, which would stop the function.
+    pub fn base(&self, number: u8) -> Option<u64> {
+        let at = |number: u8| self.read(register::BASE_ADDRESS + 4 * u16::from(number));
+        let high = if number + 1 < BARS { at(number + 1) } else { 0 };
+        MemoryBar::parse(at(number), high).map(|bar| bar.base)
+    }
+
+    /// Returns the addresses of all memory BARs, likewise.
     fn bases(&self) -> impl Iterator<Item = u64> {
         let count = if self.layout() == 0 { BARS } else { 0 };
-        let at = |number: u8| self.read(register::BASE_ADDRESS + 4 * u16::from(number));
-        let high = move |number: u8| if number + 1 < count { at(number + 1) } else { 0 };
-        let parsed =
-            (0..count).filter_map(move |number| MemoryBar::parse(at(number), high(number)));
-        parsed.map(|bar| bar.base)
+        (0..count).filter_map(|number| self.base(number))
     }
 
     /// Returns whether another function has registers in the pages of a BAR.
@@ -332,10 +337,7 @@ impl Function<'_> {
 
     /// Returns the location of the MSI-X table: index of the base address register, offset, length.
     pub fn table(&self) -> Option<(u8, u64, u64)> {
-        let at = self.capability(capability::MSI_X)?;
-        let entries = u64::from(self.registers.read16(u64::from(at) + 2) & msi_x::SIZE) + 1;
-        let place = self.read(at + msi_x::TABLE);
-        Some(((place & 7) as u8, u64::from(place & !7), entries * msi_x::ENTRY))
+        msi_x_table(|offset| self.read(offset))
     }
 
     /// Routes all interrupts of the function to one message. Returns `false` if it cannot send

@@ -8,6 +8,7 @@
 use abi::args::irq_flags;
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
+use hw_tables::pci::parts_without_table;
 use hw_tables::virtio_mmio;
 use native_rt::start::Boot;
 use native_rt::{Irq, Status, Window};
@@ -342,7 +343,8 @@ impl Sessions {
             if bar.length < PAGE_SIZE && function.shares_pages(bar) {
                 return Err(StartError::SharedPage);
             }
-            add_bar(child, &function, bar, window, place)?;
+            let to = (place, bar.number.into());
+            add_bar(child, &function, bar, window, to, rights::READ | rights::WRITE)?;
         }
 
         if let Some(line) = function.line() {
@@ -419,8 +421,13 @@ impl Sessions {
         }
     }
 
-    /// Logs requests of devices that the IOMMU blocked. Returns a running server whose device made
-    /// one; it is to be stopped, and the function to be called again.
+    /// The IOMMU, if the platform has one.
+    pub fn iommu(&mut self) -> Option<&mut Iommu> {
+        self.iommu.as_mut()
+    }
+
+    /// Logs requests of devices that the IOMMU blocked. Returns a running server or VM whose device
+    /// made one; it is to be stopped, and the function to be called again.
     pub fn report(&mut self) -> Option<usize> {
         let iommu = self.iommu.as_mut()?;
         iommu.report();
@@ -476,45 +483,42 @@ fn add_transport(
     Ok(())
 }
 
-/// Reason why a server's interrupt by line cannot be created.
-fn of_line(error: StartError) -> StartError {
+/// Reason why the interrupt by line of a server or VM cannot be created.
+pub fn of_line(error: StartError) -> StartError {
     match error {
         StartError::Kernel(Status::Busy) => StartError::SharedLine,
         error => error,
     }
 }
 
-fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {
+/// Returns function `index` of a class.
+pub fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {
     Pci::find(boot)?.nth(class, index)
 }
 
-/// Maps a function's registers without the pages of its interrupt table.
-fn add_bar(
+/// Maps a function's registers at an address, with these rights, as range `number`, without the
+/// pages of its interrupt table: an access to these faults, and no driver needs them. Registers
+/// without other pages are no range.
+pub fn add_bar(
     child: &mut Child,
     function: &Function,
     bar: &Bar,
     window: Window,
-    place: u64,
+    (place, number): (u64, u64),
+    rights: u8,
 ) -> Result<(), StartError> {
-    let all = rights::READ | rights::WRITE;
     let table = function.table().filter(|&(number, ..)| number == bar.number);
-    let kind = RangeKind::Registers;
-    let Some((_, offset, length)) = table else {
-        return child.add_registers(kind, window, place, all, bar.number.into(), bar.length);
-    };
-    let first = offset & !(PAGE_SIZE - 1);
-    let end = (offset + length).next_multiple_of(PAGE_SIZE).min(window.length());
-    let below = window.part(0, first).ok_or(StartError::Device)?;
-    let above = window.part(end, window.length() - end).ok_or(StartError::Device)?;
-    // The range covers the whole length: an access to the omitted pages faults, and no driver needs
-    // them.
-    if above.length() != 0 {
-        child.map(above, place + end, all)?;
+    let table = table.map(|(_, offset, length)| (offset, length));
+    let mut is_empty = true;
+    for (offset, length) in parts_without_table(table, window.length(), PAGE_SIZE) {
+        let part = window.part(offset, length).ok_or(StartError::Device)?;
+        child.map(part, place + offset, rights)?;
+        is_empty = false;
     }
-    if below.length() == 0 && above.length() == 0 {
-        return Ok(());
+    match is_empty {
+        true => Ok(()),
+        false => child.add_known_range(RangeKind::Registers, place, bar.length, number),
     }
-    child.add_registers(kind, below, place, all, bar.number.into(), bar.length)
 }
 
 #[cfg(test)]

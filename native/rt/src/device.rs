@@ -68,9 +68,10 @@ impl DeviceRegisters {
     }
 
     /// Makes a device of this kind neither interrupt nor access memory. Returns `false` if it
-    /// reports that it still does.
+    /// reports that it still does, and for a PCI function, which only root can stop.
     pub fn stop(self, kind: PassThroughKind) -> bool {
         let register = match kind {
+            PassThroughKind::Pci => return false,
             PassThroughKind::Virtio => virtio_mmio::STATUS,
             PassThroughKind::Pl011 => pl011::INTERRUPT_MASK as u64,
         };
@@ -173,6 +174,14 @@ pub fn registers(start: &Start, number: u64) -> Option<DeviceRegisters> {
     Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }
 
+/// Registers of a base address register of a PCI function that a VMM's guest drives itself, to
+/// delegate in parts: whole pages.
+pub fn function_registers(start: &Start, device: usize, register: u8) -> Option<Window> {
+    let range = register_range(start, proto::start::function_registers(device, register))?;
+    // SAFETY: root maps the function there, which holds no Rust object.
+    Some(unsafe { Window::new(range.base, range.length.next_multiple_of(PAGE_SIZE)) })
+}
+
 /// Page with the registers of range `number` of a VMM's devices, to delegate.
 pub fn register_page(start: &Start, number: u64) -> Option<Window> {
     let range = register_range(start, number)?;
@@ -186,9 +195,11 @@ pub fn register_place(start: &Start, number: u64) -> Option<(u64, u64)> {
     Some((range.base % PAGE_SIZE, range.length))
 }
 
-/// Read-only configuration space of the task's device: a write faults.
-pub fn configuration(start: &Start) -> Option<DeviceRegisters> {
-    let range = ranges(start, RangeKind::Configuration).next()?;
+/// Read-only configuration space of a server's device, 0, or of a VMM's device `number`: a write
+/// faults.
+pub fn configuration(start: &Start, number: usize) -> Option<DeviceRegisters> {
+    let of_device = |range: &&Range| range.physical == number as u64;
+    let range = ranges(start, RangeKind::Configuration).find(of_device)?;
     // SAFETY: root maps it there as long as the task exists. A write faults, which ends the
     // program.
     Some(unsafe { DeviceRegisters::new(range.base, range.length) })

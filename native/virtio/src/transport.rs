@@ -72,7 +72,7 @@ enum Registers {
 impl Registers {
     /// Finds the registers of the task's device: a PCI function if it has a configuration space.
     fn find(start: &Start) -> Result<Self, SetupError> {
-        if let Some(configuration) = configuration(start) {
+        if let Some(configuration) = configuration(start, 0) {
             return Pci::new(configuration, |number| registers(start, number)).map(Self::Pci);
         }
         Mmio::new(registers(start, 0).ok_or(SetupError::NoDevice)?).map(Self::Mmio)

@@ -7,20 +7,20 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::vcpu::arm64::{CPU_INTERFACE, CPU_INTERFACE_LENGTH, virq};
 use heapless::Vec;
 use hw_arm64::gic::{Version, v2};
-use native_rt::device::register_place;
+use native_rt::device::{DeviceRegisters, configuration, function_registers, register_place};
 use native_rt::random::Generator;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time, warn};
 use proto::channel::MAX_VM_CHANNELS;
 use proto::control::code;
-use proto::start::{PassThrough, PassThroughKind, RangeKind, Start, Vmm};
+use proto::start::{GUEST_RAM, PassThrough, PassThroughKind, RangeKind, Start, Vmm};
 use proto::system::{MAX_VM_DEVICES, VirtioTransport};
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
 use vmm_arm64::{Arm64Vcpu as _, StartRequest, System, Width};
 use vmm_boot::virt::{self as layout, DeviceKind, PassThroughNode, RAM, SlotNode, VirtBoot};
 pub use vmm_machine::VirtBus as GuestBus;
-use vmm_machine::{Host, Model, Virt, VirtConfig};
+use vmm_machine::{Host, Model, PassThroughFunction, Virt, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 
@@ -36,6 +36,7 @@ pub const CHANNEL_WINDOWS: (u64, u64) =
 const _: () = assert!(MAX_DEVICES <= layout::MAX_SLOTS);
 const _: () = assert!(MAX_VM_DEVICES <= layout::MAX_PASS_THROUGH);
 const _: () = assert!(layout::CPU_INTERFACE == CPU_INTERFACE);
+const _: () = assert!(layout::RAM == GUEST_RAM);
 const _: () = assert!(MAX_VM_CHANNELS <= virq::COUNT);
 const _: () = assert!(v2::cpu_interface::LENGTH == CPU_INTERFACE_LENGTH);
 /// The board.
@@ -110,6 +111,7 @@ fn node_of(start: &Start, (number, device): (usize, &PassThrough)) -> PassThroug
     let kind = match device.kind {
         PassThroughKind::Pl011 => DeviceKind::Pl011,
         PassThroughKind::Virtio => DeviceKind::Virtio,
+        PassThroughKind::Pci => DeviceKind::Pci,
     };
     PassThroughNode { kind, offset, length, is_level: device.is_level }
 }
@@ -199,7 +201,25 @@ pub fn create_board<'m>(
         gic: gic_version(plan),
         width,
     };
-    GuestBoard::new(config, memory, devices)
+    let mut board = GuestBoard::new(config, memory, devices);
+    for (number, device) in plan.devices.iter().enumerate() {
+        if device.kind == PassThroughKind::Pci
+            && let Some(real) = configuration(page, number)
+        {
+            board.add_function(number, function_of(page, number, real));
+        }
+    }
+    board
+}
+
+/// Returns the configuration space that the guest sees of a PCI function, device `number` that it
+/// drives itself.
+fn function_of(start: &Start, number: usize, real: DeviceRegisters) -> PassThroughFunction {
+    let length = |index| {
+        let registers = function_registers(start, number, index as u8);
+        registers.map_or(0, |registers| registers.length())
+    };
+    PassThroughFunction::new(|at| real.read32(at.into()), core::array::from_fn(length))
 }
 
 /// Logs the state of a vCPU that the kernel refuses to enter.

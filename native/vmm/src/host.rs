@@ -22,7 +22,6 @@ pub struct NativeHost<'a> {
     /// Each vCPU, for other threads than its own.
     pub vcpus: &'a [SharedVcpu],
     /// Environment of this program.
-    #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has no sessions"))]
     pub start: &'a Start<'a>,
     /// Devices that the guest drives itself.
     pub devices: &'a [PassThrough],
@@ -77,6 +76,11 @@ impl Host for NativeHost<'_> {
 
     fn end_pass_through(&mut self, number: usize) {
         pass_through::acknowledge(number);
+    }
+
+    #[cold]
+    fn place_registers(&mut self, number: usize, index: usize, address: Option<u64>) -> bool {
+        pass_through::place_registers(self.start, number, index, address)
     }
 
     fn kick(&mut self, index: usize) {

@@ -311,6 +311,11 @@ fn devices_that_guests_drive_themselves() {
     let disk = "[[server]]\nname = \"blk0\"\nkind = \"block\"\ndevice = \"virtio-blk:0\"\n";
     let guarded = machine.replacen("\n\n", "\niommu = true\n\n", 1);
     let logged = machine.replacen("\n\n", "\nlog = \"com1\"\n\n", 1);
+    // The IOMMU restricts a device on PCI.
+    let on_pci = format!("{guarded}{}", vm("a", "devices = [\"virtio-blk:0\"]"));
+    let (status, text, error) = check_image(&on_pci);
+    assert_eq!(status, 0, "{error}");
+    assert!(text.contains("pci:virtio-blk:0: a itself"), "{text}");
     for (description, message) in [
         (
             format!("{machine}{}", vm("a", "devices = [\"virtio-blk:0\"]")),
@@ -330,8 +335,16 @@ fn devices_that_guests_drive_themselves() {
         ),
         (format!("{logged}{uart}"), "com1 already belongs to the kernel log"),
         (
-            format!("{guarded}{}", vm("a", "devices = [\"virtio-blk:0\"]\ntrusted = true")),
-            "guests cannot drive devices on PCI themselves yet",
+            format!("{guarded}{}", vm("a", "devices = [\"pci:ahci:0\"]")),
+            "a guest cannot drive pci:ahci:0 itself",
+        ),
+        (
+            format!("{guarded}{}", vm("a", "devices = [\"mmio:virtio-blk:0\"]")),
+            "with `iommu = true`, all devices are on PCI",
+        ),
+        (
+            format!("{guarded}{disk}{}", vm("a", "devices = [\"virtio-blk:0\"]")),
+            "pci:virtio-blk:0 already belongs to server `blk0`",
         ),
         (
             format!("{machine}{}", vm("a", "devices = [\"virtio-blk:1\"]\ntrusted = true")),

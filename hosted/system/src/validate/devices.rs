@@ -107,16 +107,20 @@ impl Validator<'_> {
         written: &Spanned<String>,
     ) {
         match device.bus() {
-            Some(VirtioBus::Pci) => {
-                let message = "guests cannot drive devices on PCI themselves yet";
+            Some(VirtioBus::Pci) if matches!(device, MachineDevice::Ahci(..)) => {
+                let message =
+                    format!("a guest cannot drive {device} itself: nothing resets it by itself");
                 let help = "remove it, and add a [[server]] for the device";
                 self.problems.push(Problem::new(written.span(), message).help(help));
             }
+            // The IOMMU restricts it to the guest's memory.
+            Some(VirtioBus::Pci) => {}
             Some(VirtioBus::Mmio) if !vm.trusted => {
                 let message = format!(
                     "{device} can access all memory of the machine, because no IOMMU restricts it"
                 );
-                let help = "add `trusted = true` if the guest may; else add a [[server]]";
+                let help = "set [system] iommu = true, or add `trusted = true` if the guest may; \
+                            else add a [[server]]";
                 self.problems.push(Problem::new(written.span(), message).help(help));
             }
             Some(VirtioBus::Mmio) | None => {}

@@ -13,7 +13,7 @@ use abi::PAGE_SIZE;
 use heapless::Vec;
 use hw_tables::acpi::{Ivrs, IvrsIoApic, Madt, MadtEntry};
 use hw_x86::apic::msi;
-pub use hw_x86::iommu::{ADDRESS_LIMIT, LEVELS, index, leaf, next_table, table};
+pub use hw_x86::iommu::{ADDRESS_LIMIT, LEVELS, block, index, leaf, next_table, table};
 use hw_x86::iommu::{
     BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, INTERRUPT_ENTRY, INTERRUPTS, RING_PAGE,
     command, control, device_entry, event_device, is_blocked_request, register, remapped, status,

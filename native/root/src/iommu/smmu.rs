@@ -1,8 +1,9 @@
 //! SMMU version 3: the one that the device tree names for the PCI functions.
 //!
-//! A function's stream has no valid entry while no server drives it, so its requests fail and are
-//! events. Stage 1 translates, with page tables that map each page to its own address; an SMMU that
-//! has stage 2 alone is refused. Functions interrupt by lines, which the SMMU does not see.
+//! A function's stream has no valid entry while nothing drives it, so its requests fail and are
+//! events. Stage 1 translates: for a server each page to its own address, for a guest
+//! guest-physical addresses to physical ones; an SMMU that has stage 2 alone is refused. Functions
+//! interrupt by lines, which the SMMU does not see.
 //!
 //! Reference: [`hw_arm64::smmu`].
 
@@ -11,7 +12,7 @@ use core::sync::atomic::{Ordering, fence};
 use abi::PAGE_SIZE;
 use heapless::Vec;
 #[cfg_attr(test, allow(unused_imports, reason = "that of the host's architecture is used"))]
-pub use hw_arm64::smmu::{ADDRESS_LIMIT, LEVELS, index, leaf, next_table, table};
+pub use hw_arm64::smmu::{ADDRESS_LIMIT, LEVELS, block, index, leaf, next_table, table};
 use hw_arm64::smmu::{
     BLOCKED, COMMAND, COMMAND_ERROR, COMPATIBLE, CR1_CACHED, CR2_RECORD, EVENT, OVERFLOW,
     STREAM_ENTRY, command, context, cr0, event_stream, idr0, idr1, idr5, is_blocked_request, queue,
@@ -267,7 +268,7 @@ fn stream(map: &[Streams], function: Address) -> Option<u32> {
     of_smmu.find_map(|streams| streams.of(function.number()))
 }
 
-/// Tag of a server's translations. 0 is nobody's.
+/// Tag of the translations of a server or VM, by its index among all children. 0 is nobody's.
 fn tag(server: usize) -> u16 {
     server as u16 + 1
 }

@@ -5,7 +5,9 @@ use heapless::Vec;
 use native_rt::random::Generator;
 use proto::channel::MAX_VM_CHANNELS;
 use proto::start::{RangeKind, Role, VCPU_STACK, Vmm, slot};
-use proto::system::{Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, Server, ServerKind, Vm};
+use proto::system::{
+    Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, OnReset, Server, ServerKind, Vm,
+};
 
 use super::{FIRST_TASK, FIRST_VM, Manager};
 use crate::child::{Child, ChildConfig, StartError};
@@ -24,6 +26,8 @@ const OWN_QUOTA: u64 = 64;
 const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
+/// And for a PCI function of the guest's own: page tables, and the mappings of its registers.
+const FUNCTION_QUOTA: u64 = 12;
 /// And for a channel: page tables, and the shares' mappings.
 const CHANNEL_QUOTA: u64 = 24;
 /// Kernel memory that root needs for a channel's aliases.
@@ -115,11 +119,13 @@ impl<'a> Manager<'a> {
     fn vmm_quota(&self, vm: &Vm) -> u64 {
         let further = u64::from(vm.vcpus.saturating_sub(1));
         let channels = self.channels.count(self.system, vm) as u64;
+        let functions = vm.devices.iter().filter(|device| matches!(device, Device::Pci(..)));
         let pools = vm.vtlb.map_or(0, |vtlb| u64::from(vtlb.pool)) * u64::from(vm.vcpus);
         VMM_QUOTA
             + VCPU_QUOTA * further
             + GIB_QUOTA * (vm.memory >> 30)
             + CHANNEL_QUOTA * channels
+            + FUNCTION_QUOTA * functions.count() as u64
             + pools
     }
 
@@ -193,14 +199,16 @@ impl<'a> Manager<'a> {
             let seed = seeds.as_mut().map(Generator::seed);
             let attachments = sessions.connect_client(number, vm, child, resources, view)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
-            let devices = pass_through::connect(child, resources, &vm.devices)?;
+            let (iommu, guest) = (sessions.iommu(), (number, identity));
+            let devices = pass_through::connect(child, resources, iommu, guest, &vm.devices)?;
+            let on_reset = if vm.restarts_at_reset() { OnReset::Exit } else { vm.on_reset };
             Ok(Role::Vmm(Vmm {
                 id: index as u32 + 1,
                 cpus,
                 memory: vm.memory,
                 command_line: vm.command_line,
                 console: vm.console.is_some(),
-                on_reset: vm.on_reset,
+                on_reset,
                 kvmclock: vm.kvmclock,
                 virtio_console: vm.virtio_console,
                 transport: vm.transport,
