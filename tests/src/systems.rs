@@ -6,6 +6,7 @@ pub mod checks;
 pub mod consoles;
 pub mod guests;
 pub mod linux;
+pub mod pass_through;
 pub mod refused;
 pub mod servers;
 pub mod vtlb;
@@ -84,7 +85,8 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         arm64::arm64_scenarios(),
         arm64::arm64_devices(),
         arm64::arm64_guarded_devices(),
-        arm64::arm64_pass_through(),
+        pass_through::arm64_pass_through(),
+        pass_through::arm64_pci_pass_through(),
         arm64::arm64_gicv2(is_long),
         arm64::arm64_mmio(),
         arm64::arm64_refused_devices(),

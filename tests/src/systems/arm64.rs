@@ -2,13 +2,14 @@
 
 use super::checks::check_scenarios;
 use super::guests::channel;
+use super::pass_through::{arm64_pass_through, arm64_pci_pass_through};
 use super::servers::server_scenarios;
 use super::{HEAD, SLOW_HOST, base, micro, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
-fn linux(name: &str, command_line: &str, more: &str) -> String {
+pub(super) fn linux(name: &str, command_line: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"128M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
          cmdline = \"console=ttyAMA0 {SLOW_HOST} {command_line}\"\n{more}\n"
@@ -72,11 +73,16 @@ pub fn arm64_devices() -> Vec<Scenario> {
     ]
 }
 
+/// Guests that drive devices of the machine themselves.
+fn pass_through() -> Vec<Scenario> {
+    [arm64_pass_through(), arm64_pci_pass_through()].concat()
+}
+
 /// QEMU's machine with a GICv2, which has at most eight CPUs.
 const GICV2: &[&str] = &["-M", "gic-version=2"];
 /// Scenarios for it: name, name on the machine with a GICv3, CPUs, and whether they are for long
 /// runs only.
-const ON_GICV2: [(&str, &str, &[u32], bool); 16] = [
+const ON_GICV2: [(&str, &str, &[u32], bool); 17] = [
     ("gicv2-hostile", "hostile", &[1], false),
     ("gicv2-sgi", "sgi", &[4], false),
     ("gicv2-abuse", "abuse", &[2], false),
@@ -93,12 +99,12 @@ const ON_GICV2: [(&str, &str, &[u32], bool); 16] = [
     ("gicv2-disk-and-network", "linux-disk-and-network", &[1, 4], true),
     ("gicv2-disks-behind-iommu", "disks-behind-iommu", &[4], true),
     ("gicv2-pass-through", "pass-through", &[2], true),
+    ("gicv2-pass-through-pci", "pass-through-pci", &[2], true),
 ];
 
 /// Systems on the machine with a GICv2; `is_long`: those of long runs, too.
 pub fn arm64_gicv2(is_long: bool) -> Vec<Scenario> {
-    let all =
-        [arm64_scenarios(), arm64_devices(), arm64_pass_through(), server_scenarios()].concat();
+    let all = [arm64_scenarios(), arm64_devices(), pass_through(), server_scenarios()].concat();
     let wanted = ON_GICV2.iter().filter(|&&(.., only_long)| is_long || !only_long);
     let on_gicv2 = |&(name, other, cpus, _): &(&'static str, &str, &'static [u32], bool)| {
         let scenario = all.iter().find(|scenario| scenario.name == other);
@@ -147,7 +153,7 @@ const A72_GICV2: &[&str] = &["-cpu", "cortex-a72", "-M", "gic-version=2"];
 /// A scenario without VHE: name, name with VHE, CPUs, processor, and whether it is for long runs
 /// only.
 type WithoutVhe = (&'static str, &'static str, &'static [u32], &'static [&'static str], bool);
-const WITHOUT_VHE: [WithoutVhe; 27] = [
+const WITHOUT_VHE: [WithoutVhe; 28] = [
     ("hello", "hello", &[1], A53, false),
     ("hostile", "hostile", &[1], A57, false),
     ("sgi", "sgi", &[4], A72, false),
@@ -168,6 +174,7 @@ const WITHOUT_VHE: [WithoutVhe; 27] = [
     ("disk-and-network", "linux-disk-and-network", &[1, 4], A72, true),
     ("disks-behind-iommu", "disks-behind-iommu", &[4], A72_LOW, true),
     ("pass-through", "pass-through", &[2], A72, true),
+    ("pass-through-pci", "pass-through-pci", &[2], A72_LOW, true),
     ("gicv2-hostile", "hostile", &[1], A57_GICV2, true),
     ("gicv2-sgi", "sgi", &[1, 4], A72_GICV2, true),
     ("gicv2-abuse", "abuse", &[2], A57_GICV2, true),
@@ -183,7 +190,7 @@ const A72_LOW: &[&str] = &["-cpu", "cortex-a72", "-M", "highmem=off"];
 /// Systems on processors without VHE; `is_long`: those of long runs, too.
 pub fn arm64_without_vhe(is_long: bool) -> Vec<Scenario> {
     let servers = [server_scenarios(), check_scenarios()].concat();
-    let all = [arm64_scenarios(), arm64_devices(), arm64_pass_through(), servers].concat();
+    let all = [arm64_scenarios(), arm64_devices(), pass_through(), servers].concat();
     let with_vhe = |wanted: &str| {
         let is_it =
             |one: &&Scenario| one.name == wanted && one.backends.contains(&Backend::NativeArm64Vhe);
@@ -312,72 +319,6 @@ pub fn arm64_guarded_devices() -> Vec<Scenario> {
             )
         },
     ]
-}
-
-/// [`linux`] with the machine's UART as its console, which is its second one: Linux has one console
-/// for all of these.
-fn on_own_uart(name: &str, more: &str) -> String {
-    linux(name, "panic=-1", more).replace("ttyAMA0", "ttyAMA1")
-}
-
-/// A guest that drives the machine's UART, disk and network card itself, and boots a second time.
-pub fn arm64_pass_through() -> Vec<Scenario> {
-    // What is read comes from the disk: Linux has not cached it.
-    let work = || {
-        vec![
-            Step::Console(" # "),
-            Step::Type(
-                "dd if=/dev/urandom of=a bs=64k count=16; dd if=a of=/dev/vda bs=64k; sync; \
-                 echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda of=b bs=64k count=16; \
-                 cmp a b && echo the disk has $((6 * 7))\n",
-            ),
-            Step::Console("the disk has 42"),
-            Step::Type("ifconfig eth0 10.0.2.15; ping -c 3 10.0.2.2\n"),
-            Step::Console("3 packets received"),
-            Step::Type("grep -c -E 'GIC.* (3[678] Level|3[678] Edge)' /proc/interrupts\n"),
-            Step::Console("\n3"),
-        ]
-    };
-    let end = |command| vec![Step::Console(" # "), Step::Type(command)];
-    let relay = Scenario {
-        // One guest has the machine's UART, and is the console of another one by a channel.
-        cpus: &[2],
-        steps: vec![
-            Step::Console(" # "),
-            Step::Type("echo 6 7 >/dev/parador-com0; head -n 1 /dev/parador-com0\n"),
-            Step::Console("the product is 42"),
-            Step::Console(" # "),
-            Step::Type("poweroff\n"),
-        ],
-        texts: vec![
-            "vm console ended: power-off code 0".into(),
-            "vm worker ended: power-off code 0".into(),
-        ],
-        limit: 240,
-        system: include_str!("../../../examples/console-guest.toml").to_owned(),
-        ..arm64("console-guest", String::new())
-    };
-    let disks = Scenario {
-        cpus: &[2],
-        steps: [work(), end("reboot -f\n"), work(), end("poweroff\n")].concat(),
-        texts: vec![
-            "guest drives the device at 0x9000000".into(),
-            "vm linux ended: power-off code 0".into(),
-            "device at 0x9000000 is reset".into(),
-            "device at 0xa000000 is reset".into(),
-        ],
-        limit: 240,
-        ..arm64(
-            "pass-through",
-            "disk = [\"first.img\"]\nnet = [\"user\"]\n".to_owned()
-                + &on_own_uart(
-                    "linux",
-                    "cpus = 2\non_reset = \"reset\"\ntrusted = true\n\
-                     devices = [\"com1\", \"virtio-blk:0\", \"virtio-net:0\"]",
-                ),
-        )
-    };
-    vec![relay, disks]
 }
 
 /// Line of the micro-guest `reboots` after a reset.
@@ -558,7 +499,7 @@ fn killed_at_ends() -> Scenario {
 }
 
 /// The operator shell.
-fn steward() -> String {
+pub(super) fn steward() -> String {
     let more = "console = \"mux\"\nmanage = true\npriority = 20";
     task("steward", "steward", &[], more)
 }
