@@ -11,7 +11,7 @@ use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use crate::scratch::{self, ScratchFolder};
 use crate::steps::Step;
-use crate::store;
+use crate::{output_folder, store};
 use apt::{Apt, apt_command, run};
 use hw_tables::elf::{Elf, Machine};
 use std::fs;
@@ -281,7 +281,7 @@ fn fetch(
         .help("use a file instead"));
     }
     store::exclude_writers(&kept).file_error("change", &kept)?;
-    store::sync(&kept).file_error("write", &kept)?;
+    output_folder::sync(&kept).file_error("write", &kept)?;
     let put = || store::put_whole(&kept, &folder, must);
     interruptible.uninterrupted(put).file_error("create", &folder)?;
     Ok(fetched("fetched"))

@@ -5,7 +5,6 @@
 
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
-use crate::store;
 use rustix::fs::{AtFlags, CWD, RenameFlags, StatxAttributes, StatxFlags, renameat_with, statx};
 use rustix::io::Errno;
 use std::env;
@@ -123,7 +122,7 @@ impl OutputFolder {
         interruptible: &Interruptible,
         check: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<(), Failure> {
-        store::sync(made).file_error("write", made)?;
+        sync(made).file_error("write", made)?;
         interruptible.uninterrupted(|| {
             check()?;
             replace(made, &self.path).file_error("replace", &self.path)
@@ -147,6 +146,15 @@ fn is_mount_point(path: &Path) -> io::Result<bool> {
         // Before Linux 5.8: a mount of another file system.
         _ => Ok(fs::metadata(path)?.dev() != fs::metadata(path.join(".."))?.dev()),
     }
+}
+
+/// Writes all data of the file system of a folder to its disk: after a loss of power, files that
+/// were moved into place before would be empty.
+///
+/// # Errors
+/// The folder cannot be opened, or its file system cannot write.
+pub fn sync(folder: &Path) -> io::Result<()> {
+    Ok(rustix::fs::syncfs(File::open(folder)?)?)
 }
 
 /// Moves the folder `made` to `place`, and the old one, if there is one, to `made`.

@@ -156,7 +156,7 @@ impl Store {
         };
         exclude_writers(&made).map_err(failed)?;
         let held = self.kind.hold(&made).ok_or_else(incomplete)?;
-        sync(&made).map_err(failed)?;
+        output_folder::sync(&made).map_err(failed)?;
         let put = || self.put(&made, &place, work.path());
         interruptible.uninterrupted(put).map_err(failed)?;
         find(&place).ok_or_else(incomplete).map(|entry| (entry, held, true))
@@ -282,17 +282,8 @@ fn detach(entry: &Path, store: &Path) -> io::Result<Option<ScratchFolder>> {
     }
 }
 
-/// Writes all data of the file system of a folder to its disk: after a loss of power, files that
-/// were moved into place before would be empty.
-///
-/// # Errors
-/// The folder cannot be opened, or its file system cannot write.
-pub fn sync(folder: &Path) -> io::Result<()> {
-    Ok(rustix::fs::syncfs(File::open(folder)?)?)
-}
-
 /// Returns whether the folder of an entry without a record has the file `must`, and all of its
-/// files have contents: earlier versions did not call [`sync`].
+/// files have contents: earlier versions did not call [`output_folder::sync`].
 pub fn is_whole(folder: &Path, must: &str) -> bool {
     let has_bytes =
         |path: &Path| fs::metadata(path).is_ok_and(|found| found.is_file() && found.len() > 0);

@@ -11,8 +11,8 @@ use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::steps::Step;
-use hosted_command::store;
 use hosted_command::supervise::{self, AtEnd};
+use hosted_command::{output_folder, store};
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
@@ -80,7 +80,7 @@ pub fn channels(
     let path = kept.join(MODULE);
     fs::rename(&made, &path).file_error("write", &path)?;
     store::exclude_writers(&kept).file_error("change", &kept)?;
-    store::sync(&kept).file_error("write", &kept)?;
+    output_folder::sync(&kept).file_error("write", &kept)?;
     let put = || store::put_whole(&kept, &folder, MODULE);
     interruptible.uninterrupted(put).file_error("create", &folder)?;
     Ok((module, "built".to_owned()))

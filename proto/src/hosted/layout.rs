@@ -149,7 +149,7 @@ pub const BALLOON: u64 = 0x02ef_6000;
 pub const IDLE: u64 = 0x02ef_7000;
 /// Offset of [`DebugState`](super::debug::DebugState) in shared memory.
 pub const DEBUG: u64 = 0x02ef_8000;
-/// Space for the extended state of a processor (XSAVE) in bytes; the largest one today, with AMX, is
+/// Space for the extended state of a processor (XSAVE) in bytes; the largest today, with AMX, is
 /// 11 KiB.
 pub const EXTENDED_STATE: usize = 16 << 10;
 /// Offset of [`Filters`](super::Filters) in shared memory.
