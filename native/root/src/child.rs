@@ -73,6 +73,10 @@ pub enum StartError {
     NoIommu,
     /// The device cannot be reset between two guests.
     NoReset,
+    /// The device accesses memory past the IOMMU, or may do so.
+    Untranslated,
+    /// Another child drives the device now.
+    Taken,
     /// Another device has registers in the same page as the device.
     SharedPage,
     /// Another child has the interrupt line of the device.
@@ -102,6 +106,14 @@ impl fmt::Display for StartError {
             Self::NoReset => to.write_str(
                 "the device cannot be reset between two guests: it has no function-level reset, \
                  and is no virtio device of version 1; give it to a server",
+            ),
+            Self::Untranslated => to.write_str(
+                "the device may access memory past the IOMMU: it does not offer the feature \
+                 VIRTIO_F_ACCESS_PLATFORM of virtio 1 (QEMU: add iommu_platform=on to the device)",
+            ),
+            Self::Taken => to.write_str(
+                "another server or VM drives the device now, as a device before it is absent: \
+                 restart the machine",
             ),
             Self::SharedPage => to.write_str(
                 "another device has registers in the same page: \

@@ -193,22 +193,43 @@ impl Iommu {
         Ok(())
     }
 
-    /// Removes all access of a child's function.
-    pub fn deny(&mut self, child: usize, function: Address) {
+    /// The functions that a child drives now, in the order in which they were allowed.
+    pub fn functions(&self, child: usize) -> Vec<Address, MAX_VM_DEVICES> {
+        let functions = self.domains.get(child).map_or(&[][..], Domain::functions);
+        functions.iter().copied().collect()
+    }
+
+    /// Returns whether a child other than this one drives a function now. Functions are found by
+    /// their position among those of their class, which changes if one is absent.
+    pub fn is_of_another(&self, child: usize, function: Address) -> bool {
+        let driven = self.domains.iter().map(Domain::functions);
+        owner(driven, function).is_some_and(|owner| owner != child)
+    }
+
+    /// Removes all access of a child's function; no effect on one that another child drives.
+    /// Returns `false` if an IOMMU does not confirm it: the function may still access the child's
+    /// memory.
+    pub fn deny(&mut self, child: usize, function: Address) -> bool {
+        if self.is_of_another(child, function) {
+            return true;
+        }
         if let Some(domain) = self.domains.get_mut(child).and_then(Option::as_mut) {
             domain.functions.retain(|driven| *driven != function);
             self.offenders &= !(1 << child);
         }
-        self.units.deny(function, child);
+        self.units.deny(function, child)
     }
 
     /// Forgets the page tables of a VM, whose memory is freed with the VM's: all its functions are
-    /// denied.
-    pub fn remove(&mut self, vm: usize) {
+    /// denied. Returns `false` as [`deny`](Self::deny) does.
+    pub fn remove(&mut self, vm: usize) -> bool {
+        self.offenders &= !(1 << vm);
         let domain = self.domains.get_mut(vm).and_then(Option::take);
+        let mut all_denied = true;
         for function in domain.into_iter().flat_map(|domain| domain.functions) {
-            self.units.deny(function, vm);
+            all_denied &= self.units.deny(function, vm);
         }
+        all_denied
     }
 
     /// Reads the logs of the IOMMUs, logs what they blocked, and notes the children whose functions
@@ -269,9 +290,14 @@ impl Event {
 
 /// Returns the child that an event accuses, as a bit mask: the one that drives the function now, if
 /// the event is a blocked request. `driven` are the children's functions, by index.
-fn offender<'d>(mut driven: impl Iterator<Item = &'d [Address]>, event: &Event) -> u64 {
-    let Some(function) = event.function.filter(|_| event.is_blocked_request) else { return 0 };
-    driven.position(|driven| driven.contains(&function)).map_or(0, |child| 1 << child)
+fn offender<'d>(driven: impl Iterator<Item = &'d [Address]>, event: &Event) -> u64 {
+    let function = event.function.filter(|_| event.is_blocked_request);
+    function.and_then(|function| owner(driven, function)).map_or(0, |child| 1 << child)
+}
+
+/// Returns the child that drives a function now.
+fn owner<'d>(mut driven: impl Iterator<Item = &'d [Address]>, function: Address) -> Option<usize> {
+    driven.position(|driven| driven.contains(&function))
 }
 
 /// Most pages of the tables of a guest with that much memory: one per level, per GiB that it
@@ -342,7 +368,21 @@ mod tests {
 
     use std::vec::Vec;
 
+    use abi::boot::{BootInfo, MAX_REGIONS, Region, RegionKind};
+    use native_rt::device::DeviceRegisters;
+
     use super::*;
+    use crate::pass_through::tests::WITHOUT_DEVICES;
+
+    /// Registers of no length, which read as ones, and memory of no length, which takes nothing.
+    pub fn nothing() -> (DeviceRegisters, Window) {
+        const DEVICE: Region =
+            Region { base: 0, length: PAGE_SIZE, kind: RegionKind::Device as u32, reserved: 0 };
+        static MACHINE: BootInfo =
+            BootInfo { region_count: 1, regions: [DEVICE; MAX_REGIONS], ..WITHOUT_DEVICES };
+        let boot = Boot { info: &MACHINE, bundle: &[] };
+        boot.registers(0, 0).zip(boot.device_pages(0, 0)).expect("device memory")
+    }
 
     #[test]
     fn a_blocked_request_accuses_the_child_that_drives_the_function() {
@@ -359,6 +399,14 @@ mod tests {
         assert_eq!(offender(3, Some(Address::from_number(0x20)), true), 0, "no server drives it");
         assert_eq!(offender(2, Some(function), true), 0, "its server has ended");
         assert_eq!(offender(3, None, true), 0, "another stream");
+    }
+
+    #[test]
+    fn a_function_belongs_to_the_child_that_drives_it() {
+        let [first, second, free] = [0x18, 0x20, 0x28].map(Address::from_number);
+        let domains: [&[Address]; 3] = [&[], &[first], &[second]];
+        let owner = |function| owner(domains.into_iter(), function);
+        assert_eq!((owner(first), owner(second), owner(free)), (Some(1), Some(2), None));
     }
 
     #[test]

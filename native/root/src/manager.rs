@@ -327,8 +327,8 @@ impl<'a> Manager<'a> {
         if let Some(vm) = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index)) {
             let iommu = self.sessions.iommu();
             let (boot, devices) = (self.resources.boot, &vm.plan.devices);
-            let all_stopped = pass_through::vm_ended(boot, iommu, (number, &child), devices);
-            if has_run && !all_stopped {
+            let of = (number, &child);
+            if !pass_through::vm_ended(boot, iommu, of, devices, has_run) {
                 error!("vm {}: its memory stays unused, as a device may access it", vm.name);
                 self.resources.memory.transfer(number, PERMANENT);
             }

@@ -9,8 +9,8 @@
 //!   memory alone, at guest-physical addresses, by the IOMMU ([`function`]).
 //! * Before the memory of an ended VM is used again, the registers of its devices are revoked, and
 //!   then the devices reset: no vCPU can start them again. A PCI function is disabled, too, and the
-//!   IOMMU denies it everything. The memory stays unused for ever if another device does not
-//!   complete its reset.
+//!   IOMMU denies it everything. The memory stays unused for ever if the IOMMU does not confirm
+//!   that, or if another device does not complete its reset.
 
 mod function;
 
@@ -88,23 +88,36 @@ pub fn connect(
 }
 
 /// Handles the end of a VM with devices, before its memory is used again. Returns `false` if a
-/// device may still access it.
+/// device may still access it. `has_run`: its guest may have started them.
 pub fn vm_ended(
     boot: &Boot,
-    mut iommu: Option<&mut Iommu>,
+    iommu: Option<&mut Iommu>,
     vm: (usize, &Child),
     devices: &[Device],
+    has_run: bool,
 ) -> bool {
-    let mut all_stopped = true;
-    for (number, &device) in devices.iter().enumerate() {
-        if let Device::Pci(class, index) = device {
-            function::vm_ended(boot, iommu.as_deref_mut(), vm, (number, class, index));
-            continue;
-        }
-        all_stopped &= stop(boot, device);
-    }
+    let mut all_stopped = stop_all(boot, devices) || !has_run;
     if let Some(iommu) = iommu {
-        iommu.remove(vm.0);
+        let numbers = (0..devices.len()).filter(|&number| is_function(&devices[number]));
+        // After a failed start it has the first ones only.
+        for device in numbers.zip(iommu.functions(vm.0)) {
+            all_stopped &= function::vm_ended(boot, iommu, vm, device);
+        }
+        all_stopped &= iommu.remove(vm.0);
+    }
+    all_stopped
+}
+
+fn is_function(device: &Device) -> bool {
+    matches!(device, Device::Pci(..))
+}
+
+/// Revokes the registers of all devices but PCI functions, and resets them. Returns `false` if one
+/// may still access memory.
+fn stop_all(boot: &Boot, devices: &[Device]) -> bool {
+    let mut all_stopped = true;
+    for &device in devices.iter().filter(|device| !is_function(device)) {
+        all_stopped &= stop(boot, device);
     }
     all_stopped
 }
@@ -124,29 +137,35 @@ fn stop(boot: &Boot, device: Device) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use abi::boot::{BootInfo, MAX_REGIONS, Region};
-    use proto::system::VirtioClass;
+    use proto::system::{PciClass, VirtioClass};
 
     use super::*;
 
+    pub const WITHOUT_DEVICES: BootInfo = BootInfo {
+        magic: 0,
+        abi_version: 0,
+        cpus: 1,
+        tsc_khz: 0,
+        rsdp: 0,
+        quota_pages: 0,
+        features: 0,
+        xcr0_mask: 0,
+        bundle_base: 0,
+        bundle_length: 0,
+        region_count: 0,
+        regions: [Region { base: 0, length: 0, kind: 0, reserved: 0 }; MAX_REGIONS],
+    };
+
     #[test]
     fn a_device_that_is_not_found_counts_as_running() {
-        static MACHINE_WITHOUT_DEVICES: BootInfo = BootInfo {
-            magic: 0,
-            abi_version: 0,
-            cpus: 1,
-            tsc_khz: 0,
-            rsdp: 0,
-            quota_pages: 0,
-            features: 0,
-            xcr0_mask: 0,
-            bundle_base: 0,
-            bundle_length: 0,
-            region_count: 0,
-            regions: [Region { base: 0, length: 0, kind: 0, reserved: 0 }; MAX_REGIONS],
-        };
-        let boot = Boot { info: &MACHINE_WITHOUT_DEVICES, bundle: &[] };
-        assert!(!stop(&boot, Device::Mmio(VirtioClass::Block, 0)));
+        static MACHINE: BootInfo = WITHOUT_DEVICES;
+        let boot = Boot { info: &MACHINE, bundle: &[] };
+        let missing = Device::Mmio(VirtioClass::Block, 0);
+        assert!(!stop(&boot, missing));
+        let function = Device::Pci(PciClass::Virtio(VirtioClass::Net), 0);
+        assert!(!stop_all(&boot, &[missing, function]));
+        assert!(stop_all(&boot, &[function]), "the IOMMU denies it");
     }
 }

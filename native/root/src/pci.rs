@@ -141,7 +141,8 @@ impl<'a> Pci<'a> {
         });
     }
 
-    fn function(self, address: Address) -> Option<Function<'a>> {
+    /// Returns the function at an address.
+    pub fn function(self, address: Address) -> Option<Function<'a>> {
         let (first, last) = self.host.buses;
         if !(first..=last).contains(&address.bus) {
             return None;

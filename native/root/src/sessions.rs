@@ -311,6 +311,9 @@ impl Sessions {
     ) -> Result<Function<'r>, StartError> {
         let boot = resources.boot;
         let function = find(boot, class, index).ok_or(StartError::Device)?;
+        if self.is_of_another(number, &function) {
+            return Err(StartError::Taken);
+        }
         if !function.disable() {
             return Err(StartError::Device);
         }
@@ -396,6 +399,7 @@ impl Sessions {
     pub fn server_ended(&mut self, boot: &Boot, number: usize, server: &Server) {
         if let Device::Pci(class, index) = server.device
             && let Some(function) = find(boot, class, index)
+            && !self.is_of_another(number, &function)
         {
             // The log reports the device's own state.
             if function.disable() {
@@ -419,6 +423,11 @@ impl Sessions {
         if let Some(iommu) = &mut self.iommu {
             iommu.report();
         }
+    }
+
+    /// Returns whether a child other than this server drives a function, as far as the IOMMU knows.
+    fn is_of_another(&self, number: usize, function: &Function) -> bool {
+        self.iommu.as_ref().is_some_and(|iommu| iommu.is_of_another(number, function.address))
     }
 
     /// The IOMMU, if the platform has one.

@@ -196,18 +196,20 @@ impl Units {
         self.forget(function, server);
     }
 
-    /// Removes all access of a server's function.
-    pub fn deny(&mut self, function: Address, server: usize) {
+    /// Removes all access of a server's function. Returns `false` if an IOMMU does not confirm it.
+    pub fn deny(&mut self, function: Address, server: usize) -> bool {
         // The rights first: the first word alone has none any more.
         let at = u64::from(function.number()) * DEVICE_ENTRY;
         write(self.devices, at, &blocked(self.lines.is_some()));
-        self.forget(function, server);
+        self.forget(function, server)
     }
 
-    fn forget(&mut self, function: Address, server: usize) {
+    fn forget(&mut self, function: Address, server: usize) -> bool {
+        let mut all_done = true;
         for unit in &mut self.units {
-            unit.forget(function.number(), domain_number(server));
+            all_done &= unit.forget(function.number(), domain_number(server));
         }
+        all_done
     }
 
     /// Takes the oldest event of a log.
@@ -315,17 +317,18 @@ impl Unit {
     }
 
     /// Invalidates the cached entries of a function and a domain, and waits for the completion.
-    fn forget(&mut self, device: u16, domain: u16) {
+    /// Returns `false` if there is none in time.
+    fn forget(&mut self, device: u16, domain: u16) -> bool {
         self.put(command::invalidate_device(device));
         self.put(command::invalidate_domain(domain));
-        self.invalidate_interrupts(device);
+        self.invalidate_interrupts(device)
     }
 
     /// Invalidates what the unit has cached of a function's interrupts, and waits until it has
-    /// completed all commands.
-    fn invalidate_interrupts(&mut self, device: u16) {
+    /// completed all commands. Returns `false` if it did not in time.
+    fn invalidate_interrupts(&mut self, device: u16) -> bool {
         self.put(command::invalidate_interrupts(device));
-        self.complete();
+        self.complete()
     }
 
     /// Lets the IOMMU execute all commands, and waits until it has completed them. Returns `false`
@@ -373,7 +376,10 @@ impl Unit {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::nothing;
+    use super::super::{Domain, Iommu};
     use super::*;
+    use crate::manager::CHILDREN;
 
     #[test]
     fn interrupts_are_remapped_if_all_io_apics_are_known() {
@@ -384,6 +390,26 @@ mod tests {
         assert_eq!(find(&[0, 1]), None, "interrupts of the second one would be blocked");
         assert_eq!(find(&[]), None, "nothing says that there are no others");
         assert_eq!(find(&[0; MAX_IO_APICS + 1]), None);
+    }
+
+    #[test]
+    fn the_next_vm_is_not_stopped_for_the_last_one() {
+        let [first, second] = [0x18, 0x20].map(Address::from_number);
+        let (_, nothing) = nothing();
+        let domain = |functions| Domain { pages: nothing, used: 0, further: None, functions };
+        let units = Units { units: Vec::new(), devices: nothing, lines: None };
+        let mut iommu = Iommu { units, domains: [const { None }; CHILDREN], offenders: 1 << 2 };
+        iommu.domains[1] = Some(domain(Vec::from_iter([first])));
+        iommu.domains[2] = Some(domain(Vec::from_iter([second])));
+        assert!(iommu.is_of_another(2, first) && !iommu.is_of_another(1, first));
+        assert!(iommu.deny(2, first), "another's");
+        assert_eq!(
+            (&iommu.functions(1)[..], &iommu.functions(2)[..]),
+            (&[first][..], &[second][..])
+        );
+        assert!(iommu.remove(2));
+        assert!(iommu.functions(2).is_empty() && !iommu.is_of_another(1, second));
+        assert_eq!(iommu.take_offender(), None);
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub struct Units {
     /// round.
     produced: u32,
     consumed: u32,
+    /// It did not complete a command: nothing invalidates what it has cached any more.
+    has_failed: bool,
 }
 
 /// Reason why an SMMU cannot be used.
@@ -123,8 +125,16 @@ impl Units {
         let streams = memory.allocate_aligned(owner, length, length).ok_or("without memory")?;
         let queues = memory.allocate(owner, 2).ok_or("without memory")?;
         let output = pages & idr5::OUTPUT;
-        let mut units =
-            Self { registers, streams, pages: queues, map, output, produced: 0, consumed: 0 };
+        let mut units = Self {
+            registers,
+            streams,
+            pages: queues,
+            map,
+            output,
+            produced: 0,
+            consumed: 0,
+            has_failed: false,
+        };
         units.start(count.ilog2())?;
         Ok(units)
     }
@@ -153,7 +163,9 @@ impl Units {
         self.control(cr0::COMMANDS)?;
         self.put(command::invalidate_all());
         self.put(command::invalidate_translations());
-        self.complete();
+        if !self.complete() {
+            return Err("which does not execute commands");
+        }
         self.control(cr0::COMMANDS | cr0::EVENTS)?;
         self.control(cr0::COMMANDS | cr0::EVENTS | cr0::ENABLE)
     }
@@ -192,29 +204,30 @@ impl Units {
         self.set(function, server, &stream_entry(physical(descriptor)));
     }
 
-    /// Removes all access of a server's function.
-    pub fn deny(&mut self, function: Address, server: usize) {
-        self.set(function, server, &BLOCKED);
+    /// Removes all access of a server's function. Returns `false` if the SMMU does not confirm it.
+    pub fn deny(&mut self, function: Address, server: usize) -> bool {
+        self.set(function, server, &BLOCKED)
     }
 
     /// Changes the entry of a function's stream. The word that makes it valid is written last, and
-    /// changes between valid and not only.
-    fn set(&mut self, function: Address, server: usize, entry: &[u64; 8]) {
-        let Some(stream) = stream(&self.map, function) else { return };
+    /// changes between valid and not only. Returns `false` if the SMMU may use another entry.
+    fn set(&mut self, function: Address, server: usize, entry: &[u64; 8]) -> bool {
+        let Some(stream) = stream(&self.map, function) else { return false };
         let at = u64::from(stream) * STREAM_ENTRY;
         write(self.streams, at, &BLOCKED[..1]);
         self.forget(stream, server);
         write(self.streams, at + 8, &entry[1..]);
         write(self.streams, at, &entry[..1]);
-        self.forget(stream, server);
+        self.forget(stream, server)
     }
 
-    /// Invalidates what it has cached of a stream and a server's page tables, and waits.
-    fn forget(&mut self, stream: u32, server: usize) {
+    /// Invalidates what it has cached of a stream and a server's page tables, and waits. Returns
+    /// `false` if it may still use that.
+    fn forget(&mut self, stream: u32, server: usize) -> bool {
         self.put(command::invalidate_stream(stream));
         self.put(command::invalidate_contexts(stream));
         self.put(command::invalidate_tag(tag(server)));
-        self.complete();
+        self.complete()
     }
 
     fn put(&mut self, command: [u64; 2]) {
@@ -223,16 +236,23 @@ impl Units {
         self.produced = (self.produced + 1) % (2 << COMMANDS_LOG2);
     }
 
-    /// Executes all commands.
-    fn complete(&mut self) {
+    /// Executes all commands. Returns `false` if the SMMU did not complete some in time, now or
+    /// earlier: each further wait would last as long, and its index says nothing after commands
+    /// that it did not read have been overwritten.
+    fn complete(&mut self) -> bool {
+        if self.has_failed {
+            return false;
+        }
         self.put(command::complete());
         // The SMMU reads tables and commands after it sees the index.
         fence(Ordering::SeqCst);
         self.registers.write32(register::COMMANDS_PRODUCED, self.produced);
         let consumed = || self.registers.read32(register::COMMANDS_CONSUMED);
-        if !(0..MAX_POLLS).any(|_| consumed() & !COMMAND_ERROR == self.produced) {
+        self.has_failed = !(0..MAX_POLLS).any(|_| consumed() & !COMMAND_ERROR == self.produced);
+        if self.has_failed {
             warn!("an IOMMU did not complete a command in time ({:#x})", consumed());
         }
+        !self.has_failed
     }
 
     /// Takes the oldest event.
@@ -275,6 +295,7 @@ fn tag(server: usize) -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::nothing;
     use super::*;
 
     #[test]
@@ -296,6 +317,24 @@ mod tests {
         assert_eq!(stream(&map, Address::from_number(3)), Some(0x43));
         assert_eq!(stream(&map, Address::from_number(9)), None);
         assert_eq!(stream(&[], Address::from_number(0)), None);
+    }
+
+    #[test]
+    fn an_smmu_that_has_failed_denies_nothing() {
+        let (registers, nothing) = nothing();
+        let streams = Streams { first: 0, smmu: 1, stream: 0, count: 1 };
+        let mut units = Units {
+            registers,
+            streams: nothing,
+            pages: nothing,
+            map: Vec::from_iter([streams]),
+            output: 0,
+            produced: 0,
+            consumed: 0,
+            has_failed: true,
+        };
+        assert!(!units.deny(Address::from_number(0), 0), "the index may be equal by chance");
+        assert!(!units.deny(Address::from_number(1), 0), "no stream");
     }
 
     #[test]

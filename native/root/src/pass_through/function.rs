@@ -11,7 +11,7 @@ use proto::system::PciClass;
 
 use crate::child::{Child, FOR_GUESTS, Resources, StartError, trigger};
 use crate::iommu::{Iommu, NoRoom};
-use crate::pci::Function;
+use crate::pci::{Address, Function, Pci};
 use crate::sessions::{add_bar, find, of_line};
 
 /// A VM: its index among all children, and the guest-physical address of its memory, if that is not
@@ -29,12 +29,18 @@ pub fn connect(
 ) -> Result<PassThrough, StartError> {
     let iommu = iommu.ok_or(StartError::NoIommu)?;
     let function = find(resources.boot, class, index).ok_or(StartError::Device)?;
+    if iommu.is_of_another(vm, function.address) {
+        return Err(StartError::Taken);
+    }
     let line = function.line().ok_or(StartError::Device)?;
     if !function.disable() {
         return Err(StartError::Device);
     }
     if !function.reset() {
         return Err(StartError::NoReset);
+    }
+    if !function.is_translated() {
+        return Err(StartError::Untranslated);
     }
     add_registers(child, resources.boot, &function, number)?;
     let interrupt = (line.interrupt, trigger(line.is_level));
@@ -81,15 +87,27 @@ fn add_registers(
     Ok(())
 }
 
-/// Takes device `number` from a VM whose vCPUs may still run: no vCPU can start it again, and it
-/// cannot access memory any more. Its memory may be used again then.
+/// Takes the function at an address, device `number`, from a VM whose vCPUs may still run: no vCPU
+/// can start it again, and it cannot access memory any more. Returns `false` if it still may: the
+/// VM's memory must not be used again then. A disabled function is not enough, as the IOMMU's
+/// cached translations would be those of the next VM with this index.
 pub fn vm_ended(
     boot: &Boot,
-    iommu: Option<&mut Iommu>,
+    iommu: &mut Iommu,
     (vm, child): (usize, &Child),
-    (number, class, index): (usize, PciClass, u8),
-) {
-    let Some(function) = find(boot, class, index) else { return };
+    (number, address): (usize, Address),
+) -> bool {
+    match Pci::find(boot).and_then(|pci| pci.function(address)) {
+        Some(function) => stop(boot, &function, child, number),
+        None => native_rt::error!("PCI function {address} is absent"),
+    }
+    let is_denied = iommu.deny(vm, address);
+    iommu.report();
+    is_denied
+}
+
+/// Revokes the registers of a function, and disables and resets it.
+fn stop(boot: &Boot, function: &Function, child: &Child, number: usize) {
     // No sizing: it would stop the registers while a vCPU accesses them.
     for bar in 0..BARS {
         let known = function_registers(number, bar);
@@ -103,10 +121,6 @@ pub fn vm_ended(
     }
     let is_disabled = function.disable();
     let is_reset = function.reset();
-    if let Some(iommu) = iommu {
-        iommu.deny(vm, function.address);
-        iommu.report();
-    }
     let address = function.address;
     match (is_disabled, is_reset) {
         (true, true) => native_rt::info!("PCI function {address} is reset"),

@@ -6,6 +6,7 @@
 //! status register (virtio 1.2, section 2.4). QEMU's virtio devices have no FLR on the root bus.
 
 use hw_tables::pci::{BARS, capabilities, capability, command, express, register, virtio};
+use native_rt::device::DeviceRegisters;
 use native_rt::time;
 
 use super::Function;
@@ -21,6 +22,14 @@ trait ResettableFunction {
     /// Waits until a condition is met, at most this long, in ns; returns whether it was.
     fn wait(&mut self, nanos: u64, until: impl FnMut(&Self) -> bool) -> bool;
 }
+
+/// Offset of the selection of 32 offered features, and of these, in the common configuration of a
+/// virtio device (virtio 1.2, section 4.1.4.3).
+const FEATURE_SELECT: u64 = 0;
+const FEATURES: u64 = 4;
+/// Of features 32 to 63, `VIRTIO_F_ACCESS_PLATFORM`: the device accesses memory through the IOMMU
+/// (section 6). A device without it uses physical addresses.
+const ACCESS_PLATFORM: u32 = 1 << 1;
 
 /// Registers that the reset clears, and that a disabled function needs again: base addresses.
 const KEPT: core::ops::Range<u16> =
@@ -51,6 +60,15 @@ fn reset_by_function(function: &mut impl ResettableFunction) -> Option<bool> {
         function.write(offset, value);
     }
     Some(is_back)
+}
+
+/// Returns whether a virtio device accesses memory through the IOMMU only. `write` and `read`
+/// access its common configuration.
+fn is_translated(write: impl FnOnce(u64, u32), read: impl FnOnce(u64) -> u32) -> bool {
+    write(FEATURE_SELECT, 1);
+    // All ones: the device is absent.
+    let features = read(FEATURES);
+    features != u32::MAX && features & ACCESS_PLATFORM != 0
 }
 
 /// A function, and the frequency of the counter in kHz.
@@ -93,8 +111,20 @@ impl Function<'_> {
         self.disable() && is_reset
     }
 
-    /// Resets a virtio device by its status. `None`: it is none of version 1.
-    fn reset_virtio(&self, timed: &mut Timed) -> Option<bool> {
+    /// Returns whether the function, which is disabled, accesses memory through the IOMMU only:
+    /// `false` also if it is no virtio device of version 1.
+    pub fn is_translated(&self) -> bool {
+        let Some((registers, at)) = self.virtio_common() else { return false };
+        self.change_command(command::MEMORY, 0);
+        let write = |offset, value| registers.write32(at + offset, value);
+        let is_translated = is_translated(write, |offset| registers.read32(at + offset));
+        self.change_command(0, command::MEMORY);
+        is_translated
+    }
+
+    /// The registers of a virtio device with its common configuration, and their offset. `None`: it
+    /// is none of version 1.
+    fn virtio_common(&self) -> Option<(DeviceRegisters, u64)> {
         let is_common = |&(at, id): &(u16, u8)| {
             let kind = self.registers.read8(u64::from(at + virtio::KIND));
             id == capability::VENDOR && kind == virtio::COMMON
@@ -103,11 +133,17 @@ impl Function<'_> {
         let bars = self.bars();
         let index = self.registers.read8(u64::from(at + virtio::BAR));
         let bar = bars.iter().find(|bar| bar.number == index)?;
-        let offset = u64::from(self.read(at + virtio::OFFSET)).checked_add(virtio::STATUS)?;
         let registers = self.boot.registers(bar.base, bar.length)?;
+        Some((registers, self.read(at + virtio::OFFSET).into()))
+    }
+
+    /// Resets a virtio device by its status. `None`: it is none of version 1.
+    fn reset_virtio(&self, timed: &mut Timed) -> Option<bool> {
+        let (registers, at) = self.virtio_common()?;
+        let status = at + virtio::STATUS;
         self.change_command(command::MEMORY, 0);
-        registers.write8(offset, 0);
-        Some(timed.wait(express::RESET_TIME, |_| registers.read8(offset) == 0))
+        registers.write8(status, 0);
+        Some(timed.wait(express::RESET_TIME, |_| registers.read8(status) == 0))
     }
 }
 
@@ -173,6 +209,18 @@ mod tests {
         assert_eq!(reset_by_function(&mut function), Some(true));
         assert_eq!((function.resets, function.absent), (1, 0));
         assert_eq!(function.words[4..6], [0x1000_000c, 8]);
+    }
+
+    #[test]
+    fn a_device_that_uses_physical_addresses_is_known() {
+        // QEMU offers version 1 in any case; all ones: the device is absent.
+        for (features, expected) in [(0b11, true), (0b01, false), (0, false), (u32::MAX, false)] {
+            let mut selected = None;
+            let write = |offset, value| selected = Some((offset, value));
+            let read = |offset| if offset == FEATURES { features } else { 0 };
+            assert_eq!(is_translated(write, read), expected, "{features:#x}");
+            assert_eq!(selected, Some((FEATURE_SELECT, 1)));
+        }
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! PCI functions of the machine that the guest drives itself: where their registers are mapped.
 //!
 //! A guest moves registers by its writes to configuration space. They are mapped only inside of the
-//! window for registers, and not over those of another such function, so no mapping ever covers RAM
-//! or another device's registers. Registers that overlap others stay unmapped until the guest
-//! accesses their function's configuration space again.
+//! window for registers, and not over those of another such function, so no mapping covers RAM.
+//! With `transport = "pci"` a guest can place them over the registers of a function that its VMM
+//! emulates: its accesses then reach its own function instead, which harms this guest alone.
+//! Registers that overlap others stay unmapped until the guest accesses their function's
+//! configuration space again.
 
 use core::ops::Range;
 
