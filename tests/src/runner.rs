@@ -4,6 +4,8 @@ use crate::outcome::{self, Outcome, Test};
 use crate::repeat::{Key, Options, State, table};
 use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT};
+use std::fs;
 use std::hint::spin_loop;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,6 +17,21 @@ struct Results {
     state: Option<State>,
     /// Runs that have not ended.
     left: usize,
+}
+
+/// Gives programs that tests start the default actions of signals that this process ignores, below
+/// nohup(1) or in the background of a script: tests send them. A signal that is caught here has its
+/// default action in a program that is executed.
+fn catch_ignored_signals() -> Result<()> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap_or("0");
+    let mask = u64::from_str_radix(mask.trim(), 16)?;
+    for signal in [SIGHUP, SIGINT, SIGQUIT] {
+        if mask >> (signal - 1) & 1 != 0 {
+            signal_hook::flag::register(signal, Arc::default())?;
+        }
+    }
+    Ok(())
 }
 
 /// Runs `tests`, `parallel` at the same time. `stress`: seconds of load in tests that have such a
@@ -37,6 +54,7 @@ pub fn run(
         let trials = tests.into_iter().map(|test| Trial::test(test.name, || Ok(()))).collect();
         return Ok(libtest_mimic::run(&arguments, trials).exit_code());
     }
+    catch_ignored_signals()?;
     let state = match options.repeat {
         Some(_) => Some(State::open(&Key::of_tree(options.busy, stress)?)?),
         None => None,

@@ -208,8 +208,9 @@ mod tests {
         const MARK: &str = "PARADOR_TEST_OWN_PROCESS";
         const NAME: &str = "event_loop::tests::a_signal_that_nohup_ignores_stays_ignored";
         if std::env::var_os(MARK).is_none() {
-            let mut shell = std::process::Command::new("sh");
-            shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).env(MARK, "1");
+            let mut shell = std::process::Command::new("env");
+            shell.args(["--default-signal=INT,TERM", "sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]);
+            shell.env(MARK, "1");
             shell.arg(std::env::current_exe().unwrap()).args(["--exact", NAME]);
             let output = shell.output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);

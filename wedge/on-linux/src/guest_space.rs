@@ -121,12 +121,7 @@ impl HostMap for ProcessMap<'_> {
         guest_range::map(page, PAGE, data, Backing::Own)?;
         // SAFETY: a page of the guest, mapped now; nothing executes or reads it during the write.
         unsafe { (page as *mut Page).write(*contents) };
-        let protected = self.protect(page, PAGE, rights);
-        if protected.is_err() {
-            // Writable, it would take the guest's writes.
-            self.unmap(page, page + PAGE)?;
-        }
-        protected
+        self.protect(page, PAGE, rights)
     }
 
     fn unmap(&mut self, start: u64, end: u64) -> Result<(), Errno> {

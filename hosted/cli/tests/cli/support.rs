@@ -57,8 +57,10 @@ impl Folder {
 
     /// `parador` with these arguments, in this folder.
     pub fn parador(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_parador"));
+        // The tests may run below nohup(1), or in the background of a script.
+        let mut command = Command::new("env");
         command
+            .args(["--default-signal=HUP,INT,QUIT", env!("CARGO_BIN_EXE_parador")])
             .args(arguments)
             .current_dir(self.0.path())
             .env("PARADOR_ARTIFACTS", "programs")
