@@ -10,23 +10,30 @@ fn on_own_uart(name: &str, more: &str) -> String {
     linux(name, "panic=-1", more).replace("ttyAMA0", "ttyAMA1")
 }
 
+/// Steps in which a guest uses a disk and a network card of its own. `interrupts` is a command that
+/// counts the interrupts of its devices, and `count` its output.
+fn uses_disk_and_network(interrupts: &'static str, count: &'static str) -> Vec<Step> {
+    // What is read comes from the disk: Linux has not cached it.
+    vec![
+        Step::Console(" # "),
+        Step::Type(
+            "dd if=/dev/urandom of=a bs=64k count=16; dd if=a of=/dev/vda bs=64k; sync; \
+             echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda of=b bs=64k count=16; \
+             cmp a b && test -b /dev/vda && echo the disk has $((6 * 7))\n",
+        ),
+        Step::Console("the disk has 42"),
+        Step::Type("ifconfig eth0 10.0.2.15; ping -c 3 10.0.2.2\n"),
+        Step::Console("3 packets received"),
+        Step::Type(interrupts),
+        Step::Console(count),
+    ]
+}
+
 /// A guest that drives the machine's UART, disk and network card itself, and boots a second time.
 pub fn arm64_pass_through() -> Vec<Scenario> {
-    // What is read comes from the disk: Linux has not cached it.
     let work = || {
-        vec![
-            Step::Console(" # "),
-            Step::Type(
-                "dd if=/dev/urandom of=a bs=64k count=16; dd if=a of=/dev/vda bs=64k; sync; \
-                 echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda of=b bs=64k count=16; \
-                 cmp a b && echo the disk has $((6 * 7))\n",
-            ),
-            Step::Console("the disk has 42"),
-            Step::Type("ifconfig eth0 10.0.2.15; ping -c 3 10.0.2.2\n"),
-            Step::Console("3 packets received"),
-            Step::Type("grep -c -E 'GIC.* (3[678] Level|3[678] Edge)' /proc/interrupts\n"),
-            Step::Console("\n3"),
-        ]
+        let interrupts = "grep -c -E 'GIC.* (3[678] Level|3[678] Edge)' /proc/interrupts\n";
+        uses_disk_and_network(interrupts, "\n3")
     };
     let end = |command| vec![Step::Console(" # "), Step::Type(command)];
     let relay = Scenario {
@@ -72,22 +79,11 @@ pub fn arm64_pass_through() -> Vec<Scenario> {
 
 /// Guests that drive disk and network card on PCI themselves, behind the SMMU.
 pub fn arm64_pci_pass_through() -> Vec<Scenario> {
-    // As over MMIO.
     let work = || {
-        vec![
-            Step::Console(" # "),
-            Step::Type(
-                "dd if=/dev/urandom of=a bs=64k count=16; dd if=a of=/dev/vda bs=64k; sync; \
-                 echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda of=b bs=64k count=16; \
-                 cmp a b && test -b /dev/vda && echo the disk has $((6 * 7))\n",
-            ),
-            Step::Console("the disk has 42"),
-            Step::Type("ifconfig eth0 10.0.2.15; ping -c 3 10.0.2.2\n"),
-            Step::Console("3 packets received"),
-            Step::Type("grep -c -E 'GIC.* 3[67] Level' /proc/interrupts\n"),
-            Step::Console("\n2"),
-            Step::Console(" # "),
-        ]
+        let interrupts = "grep -c -E 'GIC.* 3[67] Level' /proc/interrupts\n";
+        let mut steps = uses_disk_and_network(interrupts, "\n2");
+        steps.push(Step::Console(" # "));
+        steps
     };
     let restart = vec![
         Step::Type("\x1d1"),
