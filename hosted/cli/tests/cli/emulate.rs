@@ -12,7 +12,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 fn folder() -> Folder {
@@ -177,16 +177,16 @@ fn standard_input_reaches_the_guest() {
     assert_eq!((code(&output), &output.stdout[..]), (0, &b"got a\x01xb\n"[..]));
 }
 
+/// Starts an emulation that does not end by itself.
+fn start_endless(folder: &Folder) -> Child {
+    let mut command = folder.emulate(&endless(folder), &[]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
 #[test]
 fn an_image_and_a_log_have_one_writer() {
     let folder = folder();
-    let mut first = folder
-        .emulate(&endless(&folder), &[])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
+    let mut first = start_endless(&folder);
     wait_for(&folder.path("pid"));
     let bundle = std::fs::metadata(folder.path("image/bundle")).unwrap().ino();
     let is_refused = |command: &mut Command, message: &str| {
@@ -250,13 +250,7 @@ fn signals_end_everything() {
         (Signal::KILL, None),
     ] {
         let folder = folder();
-        let mut child = folder
-            .emulate(&endless(&folder), &[])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut child = start_endless(&folder);
         let pid = wait_for(&folder.path("pid"));
         send(&child, signal);
         assert_eq!(child.wait().unwrap().code(), expected, "{signal:?}");
