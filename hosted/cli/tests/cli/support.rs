@@ -57,8 +57,9 @@ impl Folder {
 
     /// `parador` with these arguments, in this folder.
     pub fn parador(&self, arguments: &[&str]) -> Command {
-        // The tests may run below nohup(1), or in the background of a script.
-        let mut command = Command::new("env");
+        // The tests may run below nohup(1), or in the background of a script. By its path: some
+        // tests clear PATH, in which a program without one would be searched.
+        let mut command = Command::new("/usr/bin/env");
         command
             .args(["--default-signal=HUP,INT,QUIT", env!("CARGO_BIN_EXE_parador")])
             .args(arguments)
