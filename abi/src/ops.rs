@@ -50,7 +50,8 @@ macro_rules! operations {
 
 operations! {
     /// Calls a gate and waits for the reply. A server on the same CPU runs on the caller's
-    /// scheduling context. Rights: gate `CALL`.
+    /// scheduling context. The items of a message are delegated all or none; only the last one may
+    /// be a grant, of one capability or one mapping. Rights: gate `CALL`.
     GateCall = 0 ("gate, tag, word0, word1, word2, word3") -> ("–, tag, word0, word1, word2, word3");
     /// Replies to the caller being served (flag `REPLY`) and waits for the next one (flag `WAIT`).
     /// Returns the badge of the called gate, or `NOTIFICATION_BADGE` with the events in `word0` if
@@ -95,11 +96,11 @@ operations! {
     /// Bases count pages, selectors or ports and are multiples of the item's size. The whole source
     /// must exist (`BadArgument`) and the whole destination be free (`Busy`). Fails with
     /// `BadRights` for a page placed by the kernel, and with `Overflow` for more than 64
-    /// capabilities or more than 250 nested delegations. To grant, no mapping in the range may be
-    /// larger than the item or have been delegated further (`Busy`). All or nothing, except that
-    /// mappings made so far remain if the quota is exhausted, or if source or destination change
-    /// meanwhile. May be preempted and then continues by itself; `r8`, initially 0, holds the
-    /// progress. Rights: target `MAP`; capabilities `DELEGATE`.
+    /// capabilities or more than 250 nested delegations. To grant, nothing in the range may have
+    /// been delegated further, and memory and ports must be one mapping (`Busy`). All or nothing,
+    /// except that mappings made so far remain if the quota is exhausted, or if source or
+    /// destination change meanwhile. May be preempted and then continues by itself; `r8`, initially
+    /// 0, holds the progress. Rights: target `MAP`; capabilities `DELEGATE`.
     Delegate = 5 ("target, item, source, destination") -> ("");
     /// Revokes all direct and indirect delegations from the given range of the caller's own space;
     /// with flag bit 0 (`UNMAP_SELF`) also unmaps the range itself. Unmapped parts of the range are
@@ -121,7 +122,8 @@ operations! {
     /// needed to handle it, are in the vCPU's state page. Rights: vcpu `RUN`.
     VcpuRun = 10 ("vcpu") -> ("");
     /// Copies the given state groups (`vcpu::group`) from the processor structures to the state
-    /// page. Rights: vcpu `RUN`.
+    /// page, and marks them valid, except those that another CPU, on which the vCPU ran last, may
+    /// have loaded. Rights: vcpu `RUN`.
     VcpuState = 11 ("vcpu, groups") -> ("");
     /// Binds an interrupt to bit `bit` of a notification and unmasks it (action 0; notification
     /// `SIGNAL`), acknowledges and unmasks it (action 1), masks it (action 2), or returns the

@@ -98,7 +98,8 @@ pub mod virq {
     /// Mask of the priority, after the shift.
     pub const PRIORITY_MASK: u64 = 0xff;
     /// The vCPU exits when the guest has ended the interrupt: for level-triggered interrupts. The
-    /// timer's has no such exit.
+    /// timer's has no such exit. The interrupt is not active before: one that a list register has
+    /// as active becomes pending only.
     pub const REPORT_END: u64 = 1 << 30;
     /// The word has an interrupt.
     pub const VALID: u64 = 1 << 31;

@@ -171,7 +171,7 @@ impl<A: Arch> Kernel<A> {
         }
         self.memory.reclaim();
         self.scheduled(cpu);
-        if more {
+        if more || self.memory.has_retired_frames() {
             self.memory.request_work();
             self.cpus[cpu].arm_immediately();
         }

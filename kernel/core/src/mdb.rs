@@ -363,11 +363,8 @@ impl<A: Arch> Kernel<A> {
             }
         }
         space.port_generation.set(space.port_generation.get() + 1);
-        if closed {
-            self.need_flush(of, space);
-        } else {
-            space.change();
-        }
+        // Also for opened ports: CPUs that have the space loaded load its port map again.
+        self.need_flush(of, space);
     }
 
     /// Requests the flush of an address space that an operation on its tables has returned.
@@ -384,7 +381,8 @@ impl<A: Arch> Kernel<A> {
             SpaceRef::Task(task) => (0..A::cpus())
                 .filter(|&cpu| self.cpus[cpu].space.get() == Some(task))
                 .fold(0, |cpus, cpu| cpus | 1 << cpu),
-            SpaceRef::Vm(_) => space.active.get(),
+            // They leave the guest for the flush.
+            SpaceRef::Vm(_) => space.active.take(),
         };
         if active != 0 {
             self.flush.set(self.flush.get() | active);

@@ -8,8 +8,9 @@
 //!
 //! * A [`Handle`] names a slot and a generation. [`Memory::get`] checks that the frame is a slab of
 //!   the slot size of the type and that the slot contains this very handle, so a stale handle
-//!   yields `None`. Generations have 40 bits and are never reused for any type: a matching
-//!   generation implies a matching type. When they are exhausted, allocation fails.
+//!   yields `None`. Generations have 40 bits and are counted for each frame, for ever: no slot of a
+//!   frame has the same one twice, for any type, so a matching handle implies a matching type. A
+//!   frame whose generations are exhausted is not used again.
 //! * [`Memory::free`] only retires a slot: its bytes stay unchanged until [`Memory::reclaim`],
 //!   which takes `&mut self` and therefore cannot run while any `&T` from `get` lives.
 //! * Raw frames are only accessible as arrays of atomics ([`Memory::words`]), and only while the
@@ -42,6 +43,8 @@ const GENERATION_BITS: u32 = 64 - INDEX_BITS;
 /// Maximum size of kernel memory: slots are multiples of 16 bytes, indexed by 24 bits of the
 /// handle.
 pub const MAX_BYTES: usize = 16 << INDEX_BITS;
+/// Maximum number of retired frames freed per kernel entry: a vCPU has more, with a large vTLB.
+const RECLAIMED_FRAMES: u32 = 128;
 /// Number of object types.
 pub const CLASSES: usize = 16;
 /// Number of slot sizes: powers of two, up to a frame.
@@ -85,21 +88,31 @@ impl<T> Clone for Cached<T> {
 }
 impl<T> Copy for Cached<T> {}
 
-/// Start values of [`Memory::destroyed_count`], so far apart that none is reached from another: at
-/// most `2^GENERATION_BITS` objects can be destroyed.
-static DESTROYED_COUNTS: AtomicU64 = AtomicU64::new(1 << GENERATION_BITS);
+/// Start values of [`Memory::destroyed_count`], so far apart that none is reached from another:
+/// `2^COUNT_BITS` objects take years to destroy.
+static DESTROYED_COUNTS: AtomicU64 = AtomicU64::new(1 << COUNT_BITS);
+const COUNT_BITS: u32 = 50;
 
 /// A raw frame: page table, message page or processor structure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame(u32);
 
 struct FrameInfo {
+    /// Last generation of a slot of this frame.
+    generation: Cell<u64>,
     used: Cell<u16>,
     /// First free slot of a slab, as byte offset in the frame; `u16::MAX` if the slab is full.
     free: Cell<u16>,
     next: Cell<u32>,
     prev: Cell<u32>,
     owner: Cell<Account>,
+}
+
+impl FrameInfo {
+    /// Returns whether no slot of the frame can have another generation.
+    fn is_exhausted(&self) -> bool {
+        self.generation.get() == u64::MAX >> INDEX_BITS
+    }
 }
 
 #[repr(C, align(16))]
@@ -143,7 +156,6 @@ pub struct Memory {
     count: u32,
     free: Cell<u32>,
     hint: Cell<u32>,
-    generation: Cell<u64>,
     retired: Cell<u32>,
     retired_raw: Cell<u32>,
     /// A list of retired memory is not empty, or [`Memory::request_work`] was called.
@@ -161,7 +173,6 @@ impl Memory {
             count: 0,
             free: Cell::new(0),
             hint: Cell::new(0),
-            generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
             has_work: Cell::new(false),
@@ -195,6 +206,7 @@ impl Memory {
             unsafe {
                 base.add(index).cast::<Cell<u8>>().write(Cell::new(class));
                 base.add(table).cast::<FrameInfo>().add(index).write(FrameInfo {
+                    generation: Cell::new(0),
                     used: Cell::new(0),
                     free: Cell::new(u16::MAX),
                     next: Cell::new(NONE),
@@ -216,7 +228,7 @@ impl Memory {
         for index in fixed..count {
             memory.set_free(index as u32, true);
         }
-        let start = DESTROYED_COUNTS.fetch_add(1 << GENERATION_BITS, Ordering::Relaxed);
+        let start = DESTROYED_COUNTS.fetch_add(1 << COUNT_BITS, Ordering::Relaxed);
         assert!(start >> 63 == 0, "too many memories");
         memory.destroyed_count.set(start);
         Some(memory)
@@ -335,30 +347,25 @@ impl Memory {
             assert!((T::CLASS as usize) < CLASSES);
         }
         let account = self.factory(factory)?;
-        let generation = self.generation.get();
-        if generation >> GENERATION_BITS != 0 {
-            return Err(Status::NoQuota);
-        }
         let head = &account.partial[Slot::<T>::SIZE as usize];
         if head.get() == NONE {
             let frame = self.take_frames(factory, 1, Slot::<T>::SIZE)?;
             self.init_slab::<T>(frame);
-            let info = self.info(frame);
-            info.next.set(NONE);
-            info.prev.set(NONE);
-            head.set(frame);
+            self.link(head, frame);
         }
         let frame = head.get();
         let info = self.info(frame);
         let offset = info.free.get();
+        let generation = info.generation.get() + 1;
+        info.generation.set(generation);
         let index = (frame << (PAGE_SHIFT - 4)) + (offset as u32 >> 4);
         let slot = self.slot::<T>(index);
-        info.free.set(slot.link.get() as u16);
+        // After its last generation a slab counts as full.
+        info.free.set(if info.is_exhausted() { u16::MAX } else { slot.link.get() as u16 });
         info.used.set(info.used.get() + 1);
         if info.free.get() == u16::MAX {
             self.unlink(account, Slot::<T>::SIZE, frame);
         }
-        self.generation.set(generation + 1);
         // SAFETY: the slot is free: no reference to its value exists.
         unsafe { slot.value.get().write(MaybeUninit::new(value)) };
         slot.class.set(T::CLASS);
@@ -385,6 +392,16 @@ impl Memory {
         self.info(frame).free.set(next);
     }
 
+    /// Adds a slab with free slots to a list.
+    fn link(&self, head: &Cell<u32>, frame: u32) {
+        let info = self.info(frame);
+        info.next.set(head.replace(frame));
+        info.prev.set(NONE);
+        if info.next.get() != NONE {
+            self.info(info.next.get()).prev.set(frame);
+        }
+    }
+
     fn unlink(&self, account: &Factory, class: u8, frame: u32) {
         let info = self.info(frame);
         match info.prev.get() {
@@ -394,8 +411,6 @@ impl Memory {
         if info.next.get() != NONE {
             self.info(info.next.get()).prev.set(info.prev.get());
         }
-        info.next.set(NONE);
-        info.prev.set(NONE);
     }
 
     /// Retires an object: its handle becomes invalid at once, its memory is reused after
@@ -419,14 +434,16 @@ impl Memory {
         self.destroyed_count.get()
     }
 
-    /// Frees retired slots and frames.
+    /// Frees retired slots, and up to [`RECLAIMED_FRAMES`] frames: the next call continues.
     pub fn reclaim(&mut self) {
-        self.has_work.set(false);
-        while self.retired_raw.get() != NONE {
+        let mut left = RECLAIMED_FRAMES;
+        while left != 0 && self.has_retired_frames() {
+            left -= 1;
             let frame = self.retired_raw.get();
             self.retired_raw.set(self.info(frame).next.get());
             self.release(frame);
         }
+        self.has_work.set(self.has_retired_frames());
         while self.retired.get() != NONE {
             let index = self.retired.get();
             // Every slot begins with `name` and `link`, for every type.
@@ -438,20 +455,18 @@ impl Memory {
             let class = self.class(frame).get();
             slot.link.set(info.free.get() as u32);
             let was_full = info.free.get() == u16::MAX;
-            info.free.set(((index << 4) & (FRAME as u32 - 1)) as u16);
             info.used.set(info.used.get() - 1);
             let account = self.owner(frame);
-            if was_full {
-                let head = &account.partial[class as usize];
-                info.next.set(head.get());
-                info.prev.set(NONE);
-                if head.get() != NONE {
-                    self.info(head.get()).prev.set(frame);
+            if !info.is_exhausted() {
+                info.free.set(((index << 4) & (FRAME as u32 - 1)) as u16);
+                if was_full {
+                    self.link(&account.partial[class as usize], frame);
                 }
-                head.set(frame);
+                if info.used.get() == 0 {
+                    self.unlink(account, class, frame);
+                }
             }
             if info.used.get() == 0 {
-                self.unlink(account, class, frame);
                 self.release(frame);
             }
         }
@@ -471,6 +486,11 @@ impl Memory {
     /// called.
     pub fn has_work(&self) -> bool {
         self.has_work.get()
+    }
+
+    /// Returns whether [`Memory::reclaim`] has left frames.
+    pub fn has_retired_frames(&self) -> bool {
+        self.retired_raw.get() != NONE
     }
 
     /// Requests deferred work before the kernel exits.

@@ -234,7 +234,8 @@ impl<A: Arch> Kernel<A> {
         let (item, own) = args.item()?;
         let (mut done, mut budget) = (args.done, WORK);
         let all = self.unmap(thread.task, (item, args.base), own, &mut done, &mut budget)?;
-        let is_done = all && self.reap(&mut budget);
+        // The quota of what was destroyed is free when the operation is done.
+        let is_done = all && self.reap(&mut budget) && !self.memory.has_retired_frames();
         if !is_done {
             thread.context.set_result(PROGRESS, done);
         }

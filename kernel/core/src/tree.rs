@@ -132,73 +132,31 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
 
     /// The last element whose key is at most `key`.
     pub fn at_most(&self, memory: &Memory, key: T::Key) -> Link<T> {
-        let mut best = None;
-        let mut next = self.root.get();
-        while let Some(handle) = next {
-            let object = memory.at(handle);
-            next = if object.key(handle) <= key {
-                best = Some(handle);
-                object.links().right.get()
-            } else {
-                object.links().left.get()
-            };
-        }
-        best
+        self.nearest(memory, false, |other| other <= key)
     }
 
     /// The first element whose key is at least `key`.
     pub fn at_least(&self, memory: &Memory, key: T::Key) -> Link<T> {
-        let mut best = None;
-        let mut next = self.root.get();
-        while let Some(handle) = next {
-            let object = memory.at(handle);
-            next = if object.key(handle) >= key {
-                best = Some(handle);
-                object.links().left.get()
-            } else {
-                object.links().right.get()
-            };
-        }
-        best
+        self.nearest(memory, true, |other| other >= key)
     }
 
     /// The first element.
     pub fn first(&self, memory: &Memory) -> Link<T> {
-        let mut best = None;
-        let mut next = self.root.get();
+        self.nearest(memory, true, |_| true)
+    }
+
+    /// The first or last element whose key fits, where the keys that fit are at the other end.
+    #[inline(always)]
+    fn nearest(&self, memory: &Memory, first: bool, fits: impl Fn(T::Key) -> bool) -> Link<T> {
+        let (mut best, mut next) = (None, self.root.get());
         while let Some(handle) = next {
-            best = Some(handle);
-            next = memory.at(handle).links().left.get();
+            let object = memory.at(handle);
+            let is_fit = fits(object.key(handle));
+            best = if is_fit { next } else { best };
+            let links = object.links();
+            next = if is_fit == first { links.left.get() } else { links.right.get() };
         }
         best
-    }
-}
-
-#[cfg(test)]
-impl<T: Keyed<Order>, Order> Tree<T, Order> {
-    /// Depth of the tree.
-    pub fn depth(&self, memory: &Memory) -> u32 {
-        fn below<T: Keyed<Order>, Order>(memory: &Memory, link: Link<T>) -> u32 {
-            link.map_or(0, |handle| {
-                let links = memory.at(handle).links();
-                let depth = |link: &Cell<Link<T>>| below::<T, Order>(memory, link.get());
-                1 + depth(&links.left).max(depth(&links.right))
-            })
-        }
-        below::<T, Order>(memory, self.root.get())
-    }
-
-    /// Visits all elements; returns their number.
-    pub fn count(&self, memory: &Memory, visit: &dyn Fn(Handle<T>)) -> usize {
-        let mut waiting: std::vec::Vec<_> = self.root.get().into_iter().collect();
-        let mut count = 0;
-        while let Some(handle) = waiting.pop() {
-            visit(handle);
-            count += 1;
-            let links = memory.at(handle).links();
-            waiting.extend(links.left.get().into_iter().chain(links.right.get()));
-        }
-        count
     }
 }
 
@@ -207,6 +165,33 @@ mod tests {
     use super::*;
     use crate::pool::testing;
     use std::collections::BTreeMap;
+
+    impl<T: Keyed<Order>, Order> Tree<T, Order> {
+        /// Depth of the tree.
+        pub fn depth(&self, memory: &Memory) -> u32 {
+            fn below<T: Keyed<Order>, Order>(memory: &Memory, link: Link<T>) -> u32 {
+                link.map_or(0, |handle| {
+                    let links = memory.at(handle).links();
+                    let depth = |link: &Cell<Link<T>>| below::<T, Order>(memory, link.get());
+                    1 + depth(&links.left).max(depth(&links.right))
+                })
+            }
+            below::<T, Order>(memory, self.root.get())
+        }
+
+        /// Visits all elements; returns their number.
+        pub fn count(&self, memory: &Memory, visit: &dyn Fn(Handle<T>)) -> usize {
+            let mut waiting: std::vec::Vec<_> = self.root.get().into_iter().collect();
+            let mut count = 0;
+            while let Some(handle) = waiting.pop() {
+                visit(handle);
+                count += 1;
+                let links = memory.at(handle).links();
+                waiting.extend(links.left.get().into_iter().chain(links.right.get()));
+            }
+            count
+        }
+    }
 
     struct Item {
         key: u64,

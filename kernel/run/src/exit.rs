@@ -4,7 +4,6 @@ use core::ptr;
 
 use abi::Status;
 use kernel_core::Kernel;
-use kernel_core::mdb::work::WORK;
 use kernel_core::object::{Task, Thread, ThreadState, Vcpu};
 use kernel_core::pool::Handle;
 
@@ -27,20 +26,16 @@ fn abort_destroyed_vcpu<A: Processor>(kernel: &Kernel<A>, thread: &Thread<A>) ->
     ptr::null()
 }
 
-/// Releases the lock and waits for an interrupt that causes rescheduling or leaves work.
+/// Releases the lock until an interrupt, at the latest that of the timer.
 #[cold]
 #[inline(never)]
-fn idle<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> Guard<A> {
-    loop {
-        A::arm_timer(cpu_index, kernel.cpus[cpu_index].deadline());
-        unlock(kernel);
-        A::wait_for_interrupt();
-        kernel = lock(cpu_index);
-        A::handle_pending(&kernel, cpu_index);
-        if kernel.has_work(cpu_index) {
-            return kernel;
-        }
-    }
+fn idle<A: Processor>(kernel: Guard<A>, cpu_index: usize) -> Guard<A> {
+    A::arm_timer(cpu_index, kernel.cpus[cpu_index].deadline());
+    unlock(kernel);
+    A::wait_for_interrupt();
+    let kernel = lock(cpu_index);
+    A::handle_pending(&kernel, cpu_index);
+    kernel
 }
 
 /// Thread to be resumed, and the vCPU that it runs in `VcpuRun`, else null. Valid while the lock is
@@ -64,12 +59,10 @@ fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard<A>,
     loop {
         kernel.finish(cpu_index);
         let Some(thread) = kernel.scheduled(cpu_index) else {
-            // No thread is runnable: continue the destruction of dying tasks and VMs first.
-            let mut budget = WORK;
-            kernel.reap(&mut budget);
-            if budget == WORK {
-                kernel = idle(kernel, cpu_index);
-            }
+            // No thread is runnable: continue the destruction of dying tasks and VMs. After each
+            // step other CPUs get the lock, and interrupts are handled.
+            kernel.reap_when_idle(cpu_index);
+            kernel = idle(kernel, cpu_index);
             continue;
         };
         let vcpu = match thread.state.get() {

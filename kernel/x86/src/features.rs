@@ -40,6 +40,8 @@ pub struct Features {
     pub fxsr: bool,
     /// XSAVE.
     pub xsave: bool,
+    /// FXRSTOR and XRSTOR load the x87 error pointers although no exception is pending.
+    pub loads_error_pointers: bool,
     /// `XCR0` bits that the kernel enables and guests may enable; [`xcr0::X87`] and SSE without
     /// XSAVE.
     pub xcr0_mask: u64,
@@ -83,7 +85,8 @@ impl Features {
         let first = extended(0x8000_0001);
         let svm_leaf = extended(0x8000_000a);
         let svm = bit(first.ecx, 2);
-        let sizes = extended(0x8000_0008).eax & 0xff;
+        let address = extended(0x8000_0008);
+        let sizes = address.eax & 0xff;
         let mut found = Self {
             svm,
             npt: svm && bit(svm_leaf.edx, 0),
@@ -101,6 +104,7 @@ impl Features {
             mca: bit(one.edx, 14),
             fxsr: bit(one.edx, 24),
             xsave: bit(one.ecx, 26),
+            loads_error_pointers: bit(address.ebx, 2),
             xcr0_mask: xcr0::X87 | xcr0::SSE,
             xsave_size: FXSAVE_SIZE,
             physical_bits: if sizes == 0 { 36 } else { sizes },
@@ -179,6 +183,7 @@ mod tests {
             _ => panic!("leaf {number:#x} does not exist"),
         });
         assert!(!found.svm && !found.npt && !found.xsave && found.fxsr);
+        assert!(!found.loads_error_pointers);
         assert_eq!((found.xsave_size, found.physical_bits), (512, 36));
     }
 
@@ -196,11 +201,12 @@ mod tests {
             (0x15, 0) => leaf(2, 200, 24_000_000, 0),
             (0x8000_0000, 0) => leaf(0x8000_000a, 0, 0, 0),
             (0x8000_0001, 0) => leaf(0, 0, 1 << 2, 1 << 26),
-            (0x8000_0008, 0) => leaf(48, 0, 0, 0),
+            (0x8000_0008, 0) => leaf(48, 1 << 2, 0, 0),
             (0x8000_000a, 0) => leaf(1, 0x8000, 0, 1 | 1 << 3),
             _ => NOTHING,
         });
         assert!(found.npt && found.nrip_save && !found.decode_assist && found.huge_pages);
+        assert!(found.loads_error_pointers);
         assert_eq!(found.asids, 0x8000);
         assert_eq!(found.xcr0_mask, 0x2e7);
         assert_eq!(found.xsave_size, 2440);

@@ -255,8 +255,13 @@ impl ExtendedState {
     /// TS is clear, and XCR0 has every component.
     #[inline(always)]
     unsafe fn load(&self, have: &Features) {
+        static ZERO: u32 = 0;
         // SAFETY: as in `save`; the XCR0 value is valid for the machine.
         unsafe {
+            if !have.loads_error_pointers {
+                // Else those of the guest before stay in the CPU (CVE-2006-1056).
+                asm!("fnclex", "emms", "fild dword ptr [{}]", in(reg) &ZERO, options(nostack));
+            }
             if have.xsave {
                 asm!("xrstor64 [{}]", in(reg) self.area, in("eax") u32::MAX, in("edx") u32::MAX, options(nostack));
                 write_xcr0(self.xcr0.get());

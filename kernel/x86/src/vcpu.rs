@@ -120,8 +120,9 @@ pub fn run(
         abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
-    if entry.vcpu.arch.halted.get() != 0 {
-        let to_vmm = end_halt(&kernel, entry);
+    if entry.vcpu.arch.halted.get() != 0
+        && let Some(to_vmm) = end_halt(&kernel, entry)
+    {
         return (kernel, Some(to_vmm));
     }
     loop {
@@ -219,14 +220,18 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     halts
 }
 
-/// Ends the wait at the guest's `HLT`: events are pending, or the deadline has passed.
+/// Ends the wait at the guest's `HLT`: events are pending, or the deadline has passed. `None` if
+/// the VMM has set another state, after it stopped the thread that waited.
 #[cold]
-fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ReturnToUser<X86> {
+fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> Option<ReturnToUser<X86>> {
     let state = entry.vcpu.arch.state();
     let since = entry.vcpu.arch.halted.take();
-    state.run.events.set(entry.notification().bits.take());
     state.run.halted.add(crate::time::tsc().saturating_sub(since));
-    report(kernel, entry, exit::HALT, exit::HALTED)
+    if state.run.dirty.get() != 0 {
+        return None;
+    }
+    state.run.events.set(entry.notification().bits.take());
+    Some(report(kernel, entry, exit::HALT, exit::HALTED))
 }
 
 /// Returns an exit of the guest to the VMM, as `reported`.

@@ -127,7 +127,8 @@ impl<A: Arch> Kernel<A> {
         }
         let limit = if item.kind == ItemKind::Memory { Self::max_order() } else { u8::MAX };
         let order = node.order.min(item.order).min(limit);
-        if item.grant && (node.order > order || node.children.any().is_some()) {
+        let is_whole = node.order == order && order == item.order;
+        if item.grant && (!is_whole || node.children.any().is_some()) {
             return Err(Status::Busy);
         }
         if at & (units(order) - 1) != 0 {

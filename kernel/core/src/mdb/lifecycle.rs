@@ -85,7 +85,8 @@ impl<A: Arch> Kernel<A> {
             ObjectRef::Vm(handle) => {
                 let vm = self.memory.at(handle);
                 vm.space.dying.set(true);
-                vm.space.change();
+                // Its page tables may be freed before a mapping is removed.
+                self.need_flush(SpaceRef::Vm(handle), &vm.space);
                 vm.dying_next.set(self.dying_vms.replace(Some(handle)));
             }
             ObjectRef::Thread(handle) => self.destroy_thread(handle),
@@ -96,6 +97,18 @@ impl<A: Arch> Kernel<A> {
             ObjectRef::SchedContext(handle) => self.destroy_sched(handle),
             ObjectRef::Vcpu(handle) => self.destroy_vcpu(handle),
             ObjectRef::Platform => {}
+        }
+    }
+
+    /// Takes a step of the destruction of dying tasks and VMs, on a CPU without a runnable thread.
+    /// If there was any, the CPU's timer interrupts immediately: the next step follows after a
+    /// release of the kernel lock.
+    pub fn reap_when_idle(&mut self, cpu: usize) {
+        let mut budget = work::WORK;
+        self.reap(&mut budget);
+        if budget != work::WORK {
+            self.finish(cpu);
+            self.cpus[cpu].arm_immediately();
         }
     }
 

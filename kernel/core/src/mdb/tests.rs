@@ -7,6 +7,8 @@ use crate::testing::{self, Fake, Random, check, kernel, machine, on_cpu, transla
 use abi::{Item, vm_mode};
 
 #[cfg(test)]
+mod destruction;
+#[cfg(test)]
 mod unmap_at;
 
 type K = Kernel<Fake>;
@@ -233,7 +235,8 @@ impl Model {
             if capability && part.rights & rights::DELEGATE == 0 {
                 return Err(Status::BadRights);
             }
-            if item.grant && (part.order > item.order || self.has_children(id)) {
+            let is_whole = part.order == item.order || capability;
+            if item.grant && (!is_whole || self.has_children(id)) {
                 return Err(Status::Busy);
             }
             if capability && self.covering(to, item.kind, destination + (at - source)).is_some() {
@@ -533,11 +536,11 @@ fn cpus_see_the_changes_of_a_vm() {
     assert_ne!(opened, first);
     assert!(!kernel.has_work(0));
 
-    // CPU 1 runs it.
-    kernel.memory.at(vm).space.active.set(1 << 1);
     machine(|machine| machine.shootdowns.take());
     let unmap = |kernel: &K, range| kernel.unmap(owner, range, false, &mut 0, &mut { work::WORK });
     for range in [(page, 0x10), (port, 0)] {
+        // CPU 1 runs it.
+        kernel.memory.at(vm).space.active.set(1 << 1);
         let before = generation(&kernel);
         assert_eq!(unmap(&kernel, range), Ok(true));
         assert_ne!(generation(&kernel), before);
@@ -545,6 +548,8 @@ fn cpus_see_the_changes_of_a_vm() {
         finish(&mut kernel);
         assert_eq!(machine(|machine| machine.shootdowns.take()), [1 << 1]);
         assert!(!kernel.has_work(0));
+        let active = kernel.memory.at(vm).space.active.get();
+        assert_eq!(active, 0, "the CPU has left the guest, even if the vCPU is gone");
     }
 
     let before = generation(&kernel);

@@ -4,7 +4,7 @@ use core::sync::atomic::Ordering;
 
 use abi::{PAGE_SHIFT, Status};
 
-use super::{Account, CLASS_FREE, CLASS_RAW, CLASS_RAW_RETIRED, Frame, Memory};
+use super::{Account, CLASS_FIXED, CLASS_FREE, CLASS_RAW, CLASS_RAW_RETIRED, Frame, Memory};
 use crate::Result;
 
 /// Index of the first of `count` consecutive set bits of a word, if it has them.
@@ -64,9 +64,13 @@ impl Memory {
     pub(super) fn release_frame(&self, frame: u32) {
         self.owner(frame).uncharge(1);
         let info = self.info(frame);
+        info.owner.set(None);
+        if info.is_exhausted() {
+            self.class(frame).set(CLASS_FIXED);
+            return;
+        }
         self.class(frame).set(CLASS_FREE);
         self.set_free(frame, true);
-        info.owner.set(None);
         self.free.set(self.free.get() + 1);
         self.hint.set(frame.min(self.hint.get()));
     }

@@ -93,3 +93,54 @@ fn random_objects_against_a_map() {
     memory.reclaim();
     assert_eq!(memory.at(factory).available(), 100);
 }
+
+#[test]
+fn a_frame_without_generations_is_retired_alone() {
+    let mut memory = testing::memory(64);
+    let before = memory.free_frames();
+    let factory = memory.new_factory(None, 5, 63, 0).unwrap();
+    memory.at(factory).caps.set(1);
+    let make = |memory: &Memory, value| memory.alloc(Some(factory), Small(Cell::new(value)));
+    let first = make(&memory, 1).unwrap();
+    let frame = |handle: Handle<Small>| handle.index() >> (PAGE_SHIFT - 4);
+    let retired = frame(first);
+    memory.info(retired).generation.set((1 << GENERATION_BITS) - 3);
+    let last: Vec<_> = (2..4).map(|value| make(&memory, value).unwrap()).collect();
+    assert!(last.iter().all(|&handle| frame(handle) == retired), "two generations were left");
+    let next = make(&memory, 4).unwrap();
+    assert_ne!(frame(next), retired, "in another frame, although this one has room");
+    memory.free(last[0]);
+    memory.reclaim();
+    assert_ne!(frame(make(&memory, 5).unwrap()), retired);
+    assert_eq!(memory.at(first).0.get(), 1, "its objects live on");
+    memory.free(first);
+    memory.free(last[1]);
+    memory.reclaim();
+    assert_eq!(memory.at(factory).available(), 4, "the factory is not charged for it any more");
+    for handle in testing::all::<Small>(&memory) {
+        assert_ne!(frame(handle), retired);
+        memory.free(handle);
+    }
+    memory.at(factory).caps.set(0);
+    memory.destroy_factory(factory);
+    memory.reclaim();
+    assert_eq!(memory.free_frames(), before - 1, "all other frames are free");
+    let rest: Vec<_> = (0..before).map_while(|_| memory.alloc_raw(None, 1).ok()).collect();
+    assert!(rest.iter().all(|rest| rest.0 != retired), "it is not allocated again");
+}
+
+#[test]
+fn many_frames_are_reclaimed_in_several_entries() {
+    let mut memory = testing::memory(512);
+    let before = memory.free_frames();
+    for _ in 0..300 {
+        let frame = memory.alloc_raw(None, 1).unwrap();
+        memory.free_raw(frame, 1);
+    }
+    for reclaimed in [128, 256, 300] {
+        assert!(memory.has_work());
+        memory.reclaim();
+        assert_eq!(memory.free_frames(), before - 300 + reclaimed);
+    }
+    assert!(!memory.has_work());
+}

@@ -309,7 +309,7 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     if let Some(thread) = thread.filter(|thread| matches!(thread.state.get(), ThreadState::Ready)) {
         let again = thread.context.restarts.get() != restarts;
         assert!(again != thread.context.status.get().is_some(), "{operation:?} has an outcome");
-        assert!(!again || matches!(operation, Op::Unmap | Op::UnmapAt));
+        assert!(!again || matches!(operation, Op::Unmap | Op::UnmapAt | Op::GateReplyWait));
     }
     world.finish();
 }

@@ -9,7 +9,7 @@ use abi::Status;
 use abi::args::GateReplyWait;
 
 /// Maximum number of undeliverable calls that a server skips per kernel entry.
-pub(super) const MAX_REFUSED: u32 = 4;
+pub(super) const MAX_REFUSED: u32 = 2;
 
 impl<A: Arch> Kernel<A> {
     fn enqueue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {

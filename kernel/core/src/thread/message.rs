@@ -2,7 +2,7 @@
 
 use core::sync::atomic::Ordering;
 
-use abi::{Item, MessagePage, Status, Tag};
+use abi::{Item, ItemKind, MessagePage, Status, Tag};
 
 use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
@@ -65,20 +65,35 @@ impl<A: Arch> Kernel<A> {
         if words > MessagePage::WORDS || items > MessagePage::ITEMS {
             return Err(Status::Overflow);
         }
-        let from = self.memory.words(sender.message);
-        let to = self.memory.words(receiver.message);
-        // A copy of the window bounds: user tasks may write the page at any time.
-        let mut windows = [(0u64, 0u64); 3];
-        for (kind, window) in windows.iter_mut().enumerate() {
-            let at = WINDOWS_AT + 2 * kind;
-            let base = to[at].load(Ordering::Relaxed);
-            *window = (base, base.saturating_add(to[at + 1].load(Ordering::Relaxed)));
+        if items != 0 {
+            self.deliver_items(sender, receiver, items)?;
         }
-        let mut budget = MESSAGE_WORK;
-        for index in 0..items {
+        let (from, to) = (self.memory.words(sender.message), self.memory.words(receiver.message));
+        for index in 0..words {
+            to[index].store(from[index].load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Delegates the items of a message: all or none.
+    fn deliver_items(&self, sender: &Thread<A>, receiver: &Thread<A>, items: usize) -> Result<()> {
+        let (from, to) = (self.memory.words(sender.message), self.memory.words(receiver.message));
+        // A copy of the window bounds: user tasks may write the page at any time.
+        let mut windows = [0, 2, 4].map(|at| {
+            let [base, count] =
+                [0, 1].map(|word| to[WINDOWS_AT + at + word].load(Ordering::Relaxed));
+            (base, base.saturating_add(count))
+        });
+        let (mut placed, mut budget) = ([None; MessagePage::ITEMS], MESSAGE_WORK);
+        let delivered = (0..items).try_for_each(|index| {
             let at = ITEMS_AT + 2 * index;
             let item = Item::unpack(from[at].load(Ordering::Relaxed)).ok_or(Status::BadArgument)?;
             let source = from[at + 1].load(Ordering::Relaxed);
+            // What was granted cannot be given back.
+            let is_capabilities = item.kind == ItemKind::Capability && item.order != 0;
+            if item.grant && (is_capabilities || index + 1 != items) {
+                return Err(Status::BadArgument);
+            }
             let window = &mut windows[item.kind as usize];
             let size = 1u64 << item.order;
             let base = window.0.checked_next_multiple_of(size).ok_or(Status::Overflow)?;
@@ -86,18 +101,24 @@ impl<A: Arch> Kernel<A> {
             if end > window.1 {
                 return Err(Status::Overflow);
             }
-            let (from, target) = (sender.task, SpaceRef::Task(receiver.task));
-            let delegation = Delegation { from, item, source, to: target, destination: base };
-            if !self.delegate_part(&delegation, &mut 0, &mut budget)? {
-                return Err(Status::Overflow);
-            }
+            let (task, target) = (sender.task, SpaceRef::Task(receiver.task));
+            let delegation = Delegation { from: task, item, source, to: target, destination: base };
+            let mut done = 0;
+            let is_done = self.delegate_part(&delegation, &mut done, &mut budget);
+            // The range was free before.
+            placed[index] = (done > size).then_some((item, base));
+            is_done?.then_some(()).ok_or(Status::Overflow)?;
             window.0 = end;
             to[at].store(item.pack(), Ordering::Relaxed);
             to[at + 1].store(base, Ordering::Relaxed);
-        }
-        for index in 0..words {
-            to[index].store(from[index].load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        Ok(())
+            Ok(())
+        });
+        delivered.inspect_err(|_| {
+            for range in placed.into_iter().flatten() {
+                // At most what this message has made: a bounded number of steps.
+                let is_undone = self.unmap(receiver.task, range, true, &mut 0, &mut { u32::MAX });
+                debug_assert_eq!(is_undone, Ok(true));
+            }
+        })
     }
 }

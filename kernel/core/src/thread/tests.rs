@@ -18,6 +18,8 @@ use crate::testing::{Fake, NORMAL, Phase, World, check, machine, on_cpu, set_tim
 
 #[cfg(test)]
 mod fastpath;
+#[cfg(test)]
+mod messages;
 
 type T = Handle<Thread<Fake>>;
 

@@ -5,7 +5,7 @@ use core::ptr;
 
 use abi::vcpu::RunControl;
 use abi::vcpu::x86::{VcpuState, group};
-use kernel_core::arch::ArchVcpu;
+use kernel_core::arch::{Arch, ArchVcpu};
 use kernel_core::object::{Notification, Translation, Vcpu, Vm};
 use kernel_core::pool::{Account, Frame, Memory};
 use kernel_core::{Kernel, Result, count};
@@ -132,10 +132,12 @@ fn add(counter: &Cell<u64>, value: u64) {
     counter.set(counter.get() + value);
 }
 
-/// Copies groups of a vCPU's state to its state page, including state loaded in the CPU.
-/// `owner` is the CPU's.
+/// Copies groups of a vCPU's state to its state page, including state loaded in the CPU, but not
+/// those that another CPU may have loaded. `owner` is the CPU's.
 pub fn read_groups(memory: &Memory, owner: &Owner, vcpu: &Vcpu<X86>, groups: u64) {
     let (frames, state) = (&vcpu.arch, vcpu.arch.state());
+    let is_here = vcpu.cpu.get().is_none_or(|cpu| cpu == X86::this_cpu());
+    let groups = if is_here { groups } else { groups & !(group::XCR0 | group::VECTORS) };
     if groups & (group::XCR0 | group::VECTORS) != 0 {
         let owner = owner.vcpu().and_then(|owner| memory.get(owner));
         let is_owner = owner.is_some_and(|owner| ptr::eq(owner, vcpu));

@@ -1,6 +1,6 @@
 //! Triggers the longest kernel paths: destruction of thousands of mappings and capabilities at
-//! once, many callers of a server that stops, many simultaneous timeouts. A kernel built to measure
-//! itself logs the longest path.
+//! once, by system calls and by an idle CPU, many callers of a server that stops, many simultaneous
+//! timeouts. A kernel built to measure itself logs the longest path.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -49,11 +49,12 @@ fn main(start: &Start<'static>) -> u64 {
 type Part<'a> = fn(&mut Load<'a>) -> Result<(), Status>;
 
 /// All parts, in order.
-fn parts<'a>() -> [(&'static str, Part<'a>); 5] {
+fn parts<'a>() -> [(&'static str, Part<'a>); 6] {
     [
         ("mappings-end", Load::mappings),
         ("page-tables-end", Load::tables),
         ("capabilities-end", Load::capabilities),
+        ("task-ends-itself", Load::ends_itself),
         ("callers-of-a-stopped-server", Load::callers),
         ("timeouts-at-once", Load::sleepers),
     ]
@@ -130,6 +131,23 @@ impl Load<'_> {
             task.delegate(own, number * 128, rights::ALL)?;
         }
         drop_capability(slot)
+    }
+
+    /// Creates a task with thousands of mappings, which drops the last capability to itself while
+    /// no other thread is ready.
+    fn ends_itself(&mut self) -> Result<(), Status> {
+        let crowd = self.crowd()?;
+        let page = self.page(1)?;
+        for number in 0..MAPPINGS {
+            crowd.task.map(page, FAR + number * PAGE_SIZE, rights::READ)?;
+        }
+        let below = self.start.priority.saturating_sub(1);
+        let item = Item::capability(rights::ALL).pack();
+        let words = [Op::Unmap as u64, item, CALLED, ops::UNMAP_SELF];
+        let thread = self.thread(&crowd, 0, words, below)?;
+        self.grant(&crowd, crowd.slot, CALLED)?;
+        self.rest(SECOND / 2)?;
+        drop_capability(thread.thread())
     }
 
     /// Creates a task with room for threads, below this thread's priority.
