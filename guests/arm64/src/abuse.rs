@@ -1,8 +1,8 @@
-//! Micro-guest that abuses the board: floods of calls, SGIs to CPUs that do not exist, all
-//! interrupts pending at once, loops of cache maintenance by set and way, atomic and misaligned
-//! accesses to devices, wrong requests for random numbers; a second vCPU has its page tables in
-//! device registers. It switches the VM off if everything has the results of the architecture, and
-//! resets it otherwise.
+//! Micro-guest that abuses the board: floods of calls, SGIs to CPUs that do not exist, interrupts
+//! made inactive instead of ended, all interrupts pending at once, loops of cache maintenance by
+//! set and way, atomic and misaligned accesses to devices, wrong requests for random numbers; a
+//! second vCPU has its page tables in device registers. It switches the VM off if everything has
+//! the results of the architecture, and resets it otherwise.
 #![no_std]
 #![no_main]
 
@@ -11,9 +11,9 @@ mod board;
 use core::arch::{asm, global_asm};
 
 use board::{
-    CPU_INTERFACE, DISABLE, DISTRIBUTOR, ENABLE, GROUP, PEND, PEND_SGI, SEND, TARGETS, call,
-    call_all, counter, enable_interrupts, frequency, is_v2, private, read, send, start_other, take,
-    write,
+    CPU_INTERFACE, DEACTIVATE, DISABLE, DISTRIBUTOR, ENABLE, GROUP, PEND, PEND_SGI, SEND, TARGETS,
+    call, call_all, counter, enable_edge, enable_interrupts, frequency, is_pending, is_v2, private,
+    read, send, start_other, take, take_with, v3, write,
 };
 
 const UART: usize = 0x900_0000;
@@ -25,6 +25,9 @@ const FLOOD: u64 = 20_000;
 /// Interrupts that the board has.
 const INTERRUPTS: u64 = 96;
 const NONE: u64 = 1_020;
+/// Two of them without devices, which become level-triggered and edge-triggered.
+const LEVEL: usize = 50;
+const EDGE: usize = 51;
 /// Random numbers of the firmware (DEN 0098): version, and bits in registers of 64 bits.
 const TRNG_VERSION: u64 = 0x8400_0050;
 const TRNG_RND64: u64 = 0xc400_0053;
@@ -91,6 +94,7 @@ pub extern "C" fn guest_main() {
     let mut state = 1;
     calls(&mut state);
     random_numbers();
+    crash_in_handlers();
     interrupts(&mut state);
     caches();
     undescribed();
@@ -108,13 +112,44 @@ pub extern "C" fn guest_main() {
 
 fn sgi_arrives() -> bool {
     send(0);
+    take_in_time() < NONE
+}
+
+/// Takes and ends an interrupt that is pending within a second.
+fn take_in_time() -> u64 {
     let end = counter() + frequency();
-    while counter() < end {
-        if take() < NONE {
-            return true;
+    loop {
+        let number = take();
+        if number < NONE || counter() > end {
+            return number;
         }
     }
-    false
+}
+
+/// Interrupts that are not ended, but made inactive, arrive again: a kernel that starts after the
+/// crash of another does that (kdump).
+fn crash_in_handlers() {
+    const WORD: usize = EDGE / 32 * 4;
+    if is_v2() {
+        // QEMU's GICv2 keeps the priority of an interrupt that is not ended, whatever is written to
+        // its register (`gic_cpu_write` in `hw/intc/arm_gic.c`).
+        return;
+    }
+    enable_edge(EDGE);
+    write(DISTRIBUTOR + ENABLE + WORD, 1 << (LEVEL % 32));
+    for number in [LEVEL, EDGE] {
+        let pend = || write(DISTRIBUTOR + PEND + WORD, 1 << (number % 32));
+        pend();
+        while !is_pending() {}
+        let mut second = NONE;
+        let first = take_with(|_| {
+            write(DISTRIBUTOR + DEACTIVATE + WORD, 1 << (number % 32));
+            v3::clear_active_priorities();
+            pend();
+            second = take_in_time();
+        });
+        check("an interrupt made inactive", [first, second] == [number as u64; 2]);
+    }
 }
 
 /// Firmware calls that do not exist, by both instructions.

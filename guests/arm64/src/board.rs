@@ -27,7 +27,8 @@ const UART_FLAGS: usize = UART + 0x18;
 const TRANSMIT_FULL: u32 = 1 << 5;
 /// Registers of the interrupt controller's distributor.
 pub const DISTRIBUTOR: usize = 0x800_0000;
-/// Registers of it with a bit for each interrupt: group, enable, disable, make pending.
+/// Registers of it with a bit for each interrupt: group, enable, disable, make pending, make
+/// inactive.
 pub const GROUP: usize = 0x80;
 /// See [`GROUP`].
 pub const ENABLE: usize = 0x100;
@@ -35,6 +36,8 @@ pub const ENABLE: usize = 0x100;
 pub const DISABLE: usize = 0x180;
 /// See [`GROUP`].
 pub const PEND: usize = 0x200;
+/// See [`GROUP`].
+pub const DEACTIVATE: usize = 0x380;
 /// GICv2: targets, a byte for each interrupt.
 pub const TARGETS: usize = 0x800;
 /// Two bits for each interrupt.
@@ -225,6 +228,12 @@ pub mod v3 {
         let value = 1u64 << 24 | 1 << index;
         // SAFETY: an interrupt, which stays masked.
         unsafe { asm!("msr S3_0_C12_C11_5, {}", "isb", in(reg) value, options(nostack)) };
+    }
+
+    /// Makes the interface forget the priorities of interrupts that are not ended.
+    pub fn clear_active_priorities() {
+        // SAFETY: accesses the CPU's interface.
+        unsafe { asm!("msr S3_0_C12_C9_0, xzr", "isb", options(nostack)) };
     }
 
     /// Takes and ends the most urgent pending interrupt; above 1,019: none.

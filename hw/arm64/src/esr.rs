@@ -48,6 +48,8 @@ pub mod class {
     pub const INSTRUCTION_ABORT: u64 = 0x20;
     /// Data abort of a lower exception level.
     pub const DATA_ABORT: u64 = 0x24;
+    /// Error that an earlier access has caused (SError).
+    pub const SYSTEM_ERROR: u64 = 0x2f;
 }
 
 /// Bit of a data abort: the syndrome describes the instruction (ISV).

@@ -8,6 +8,8 @@ use crate::esr::system_register;
 
 /// Name in a device tree.
 pub const COMPATIBLE: &str = "arm,gic-v3";
+/// Property of its node: number of its regions of redistributors; 1 without it.
+pub const REDISTRIBUTOR_REGIONS: &str = "#redistributor-regions";
 /// Version of an interrupt controller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Version {

@@ -50,7 +50,7 @@ fn wait_for_writes(all: DeviceRegisters) {
 
 /// Initialises the distributor: all shared interrupts disabled. Called by the first CPU.
 pub fn init(machine: &Machine) {
-    let [shared, private, ..] = machine.interrupt_controller;
+    let [shared, private @ ..] = machine.interrupt_controller;
     v2::init(machine);
     DISTRIBUTOR.store(direct(shared.base) as usize, Ordering::Relaxed);
     TIMER.store(machine.timer, Ordering::Relaxed);
@@ -72,7 +72,7 @@ pub fn init(machine: &Machine) {
     }
     all.write(distributor::CTLR, distributor::ENABLED);
     wait_for_writes(all);
-    find_redistributors(machine, private.base, private.end);
+    private.into_iter().for_each(|region| find_redistributors(machine, region.base, region.end));
     log!("GICv3 with {count} interrupts");
 }
 
@@ -89,7 +89,7 @@ fn set_up(of: DeviceRegisters, first: u32) {
     }
 }
 
-/// Finds the redistributor of each listed CPU.
+/// Finds the redistributors of listed CPUs in a region.
 fn find_redistributors(machine: &Machine, base: u64, end: u64) {
     let mut at = base;
     while at + redistributor::LENGTH <= end {
@@ -110,6 +110,11 @@ fn find_redistributors(machine: &Machine, base: u64, end: u64) {
     }
 }
 
+/// Returns whether the CPU with place `listed` in the device tree has an interface.
+pub fn has_cpu(listed: usize) -> bool {
+    v2::is_present() || REDISTRIBUTORS[listed].load(Ordering::Relaxed) != 0
+}
+
 /// Initialises the interface of the executing CPU, which is the one with place `listed` in the
 /// device tree. Returns whether it has one.
 pub fn init_cpu(listed: usize) -> bool {
@@ -118,12 +123,11 @@ pub fn init_cpu(listed: usize) -> bool {
         v2::init_cpu(cpu::current().id);
         return true;
     }
-    let place = &REDISTRIBUTORS[listed];
-    if place.load(Ordering::Relaxed) == 0 {
+    if !has_cpu(listed) {
         return false;
     }
     PLACES[cpu::current().id].store(listed, Ordering::Relaxed);
-    let frames = registers(place);
+    let frames = registers(&REDISTRIBUTORS[listed]);
     frames.write(redistributor::WAKER, frames.read(redistributor::WAKER) & !redistributor::SLEEP);
     let is_awake = || frames.read(redistributor::WAKER) & redistributor::CHILDREN_ASLEEP == 0;
     if !time::becomes_true(ANSWER_MICROSECONDS, is_awake) {

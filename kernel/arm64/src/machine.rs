@@ -38,8 +38,8 @@ pub struct Machine {
     /// Version of the interrupt controller.
     pub gic_version: Version,
     /// Registers of the interrupt controller, as many as it has. GICv3: distributor and
-    /// redistributors. GICv2: distributor, and the interfaces to the CPU, of its virtual interrupts
-    /// to the hypervisor, and of the same to guests.
+    /// redistributors, of up to three regions. GICv2: distributor, and the interfaces to the CPU,
+    /// of its virtual interrupts to the hypervisor, and of the same to guests.
     pub interrupt_controller: [Range; 4],
     /// Interrupt of the hypervisor's physical timer.
     pub timer: u32,
@@ -113,6 +113,10 @@ impl Machine {
         for range in self.memory.ram.as_slice().iter().chain(&self.interrupt_controller) {
             self.devices.remove(range.outward());
         }
+        // Also regions of a GICv3 that the kernel does not use.
+        for (base, length) in fdt.find(gic::COMPATIBLE, |_| true).iter().flat_map(Node::ranges) {
+            self.devices.remove(Range::sized(base, length).outward());
+        }
     }
 
     fn read_cpus(&mut self, fdt: &Fdt<'_>) {
@@ -143,15 +147,21 @@ impl Machine {
     }
 
     fn read_v3<'a>(&mut self, gic: Node<'a>) -> Result<Node<'a>, MachineError> {
-        let [distributor, redistributors] = registers(&gic).ok_or("the GICv3 has no registers")?;
-        if [distributor, redistributors].iter().any(|range| range.end > FOUR_GIB)
-            || distributor.length() < gic::distributor::LENGTH
-            || redistributors.length() < gic::redistributor::LENGTH
+        let regions = gic.number(gic::REDISTRIBUTOR_REGIONS).unwrap_or(1).max(1) as usize;
+        let mut ranges = [Range::default(); 4];
+        let mut listed = gic.ranges().map(|(base, length)| Range::sized(base, length));
+        let is_low = |range: &Range| range.end <= FOUR_GIB;
+        ranges[0] = listed.next().filter(is_low).unwrap_or_default();
+        // The CPUs of a region above 4 GiB are not used.
+        let usable = listed.take(regions).filter(is_low);
+        ranges[1..].iter_mut().zip(usable).for_each(|(to, range)| *to = range);
+        if ranges[0].length() < gic::distributor::LENGTH
+            || ranges[1].length() < gic::redistributor::LENGTH
         {
             return Err("the registers of the GICv3 are above 4 GiB or too few");
         }
         self.gic_version = Version::V3;
-        self.interrupt_controller[..2].copy_from_slice(&[distributor, redistributors]);
+        self.interrupt_controller = ranges;
         Ok(gic)
     }
 

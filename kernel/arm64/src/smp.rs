@@ -28,6 +28,13 @@ pub fn start_all(machine: &mut Machine) {
         if affinity == cpu::affinity() {
             continue;
         }
+        if !gic::has_cpu(place) {
+            log!(
+                "the CPU with affinity {affinity:#x} has no redistributor in the first three \
+                 regions below 4 GiB: not used"
+            );
+            continue;
+        }
         // SAFETY: the first CPU, the others off; the areas of all CPUs are mapped.
         if unsafe { start(affinity, place) } {
             machine.cpus += 1;

@@ -20,6 +20,7 @@ pub mod float;
 mod guest_entry;
 mod registers;
 mod sgi;
+mod tables;
 pub mod timer;
 pub mod virqs;
 mod wait;
@@ -33,17 +34,15 @@ use abi::vcpu::exit;
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::arch::ArchVcpu;
-use kernel_core::object::{Space, Thread, ThreadState, Translation, Vcpu, Vm};
+use kernel_core::object::{Thread, ThreadState, Translation, Vcpu, Vm};
 use kernel_core::pool::{Account, Cached, Frame, Handle, Memory};
-use kernel_core::table::Format;
 use kernel_core::{Kernel, Result, count};
 use kernel_run::exit::ReturnToUser;
 use kernel_run::lock::{lock, unlock};
 
 use crate::entry::{GuestExit, enter_guest, exit_kind};
-use crate::format::Stage2;
 use crate::run::{Guard, arm, handle_interrupt, handle_interrupts};
-use crate::{Arm64, alternative, boot, cpu, gic, io, memory, read_register, write_register};
+use crate::{Arm64, cpu, gic, io, read_register, write_register};
 use guest_entry::{GuestEntry, Lookup};
 use registers::SystemRegisters;
 use sgi::PendingSgis;
@@ -173,7 +172,7 @@ pub unsafe fn init_this_cpu() {
         write_register!("vpidr_el2", identity);
         write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
     }
-    set_tables(no_tables());
+    tables::set(tables::none());
     timer::stop();
     virqs::init_this_cpu();
     io::instruction_barrier();
@@ -480,9 +479,7 @@ fn is_prepared(local: &GuestCpu, entry: GuestEntry<'_>) -> bool {
 /// state page notify the vCPU, which interrupts this CPU.
 #[inline(always)]
 fn is_unchanged(vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>) -> bool {
-    vcpu.arch.generation.get() == vm.space.generation.get()
-        && !vm.space.dying.get()
-        && vcpu.arch.sgis.get() == 0
+    tables::are_current(vcpu, vm) && vcpu.arch.sgis.get() == 0
 }
 
 /// Updates the vCPU's registers in the CPU before an entry. Returns `false` and records the cause
@@ -548,14 +545,14 @@ fn try_prepare(
     }
     let is_current = frames.generation.get() == space.generation.get();
     if !is_current {
-        let root = guest_root(kernel, space);
-        frames.tables.set(root.unwrap_or(no_tables()));
+        let root = tables::root(kernel, space);
+        frames.tables.set(root.unwrap_or(tables::none()));
         // The next entry looks for tables again if there are none. Only an unmapping removes them,
         // which changes the generation.
         frames.generation.set(root.map_or(NO_GENERATION, |_| space.generation.get()));
     }
     if !is_owner || !is_current {
-        set_tables(frames.tables.get());
+        tables::set(frames.tables.get());
         io::instruction_barrier();
         flush_guests();
     }
@@ -602,29 +599,6 @@ pub fn withdraw_ended(kernel: &Kernel<Arm64>, local: &GuestCpu) {
     VirtualInterface::reset().load(false);
 }
 
-/// Physical address of the VM's tables for 39 bits, if it has any: the first entry of the root,
-/// since not every processor walks four levels at stage 2.
-fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> Option<u64> {
-    let first = kernel.memory.words(space.root)[0].load(Ordering::Relaxed);
-    Stage2::is_present(first).then(|| Stage2::address(first))
-}
-
-/// Sets the tables of the guest that is entered next: those of its VM, or an empty one.
-fn set_tables(physical: u64) {
-    // SAFETY: they have no effect on the kernel, nor on tasks.
-    unsafe {
-        core::arch::asm!(
-            alternative!("msr vttbr_el2, x9", "bl set_guest_tables"),
-            in("x9") physical, out("x11") _, out("x30") _, options(nostack),
-        );
-    }
-}
-
-/// Physical address of a table without entries.
-fn no_tables() -> u64 {
-    memory::physical_of(&raw const boot::empty_table)
-}
-
 /// Processor state with which a guest is to run, without what no guest may have.
 fn guest_state(state: &VcpuState) -> u64 {
     state.pstate.get() & spsr::GUEST
@@ -661,7 +635,7 @@ fn return_exit(
 }
 
 /// Ends entry and `VcpuRun` with the exit of an access at stage 2. `None`, without effect: the
-/// guest's own translation has changed meanwhile.
+/// guest accesses again ([`fault::address`]).
 #[inline(always)]
 fn report_fault(
     kernel: &Kernel<Arm64>,
@@ -669,7 +643,7 @@ fn report_fault(
     (thread, vcpu, vm): (&Thread<Arm64>, &Vcpu<Arm64>, &Vm<Arm64>),
     syndrome: u64,
 ) -> Option<ReturnToUser<Arm64>> {
-    let address = fault::address(syndrome)?;
+    let address = fault::address(vcpu, vm, syndrome)?;
     count(&kernel.counters.vm_entries);
     let state = vcpu.arch.state();
     end_entry(cpu_index, vcpu, vm, state);

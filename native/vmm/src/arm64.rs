@@ -18,6 +18,7 @@ use proto::system::{MAX_VM_DEVICES, VirtioTransport};
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
 use vmm_arm64::{Arm64Vcpu as _, StartRequest, System, Width};
+use vmm_boot::BootError;
 use vmm_boot::virt::{self as layout, DeviceKind, PassThroughNode, RAM, SlotNode, VirtBoot};
 pub use vmm_machine::VirtBus as GuestBus;
 use vmm_machine::{Host, Model, PassThroughFunction, Virt, VirtConfig};
@@ -177,9 +178,19 @@ pub fn load(
             Ok((StartRequest { entry: loaded.entry, argument: loaded.tree }, width))
         }
         Err(error) => {
-            error!("cannot load the guest: {error:?}");
+            log_load_error(error);
             Err(code::BAD_CONFIG)
         }
+    }
+}
+
+/// Logs the reason why a guest is not loaded.
+#[cold]
+fn log_load_error(error: BootError) {
+    match error {
+        BootError::BigEndian => error!("cannot load the guest: {error}"),
+        // Other texts name the formats of x86-64.
+        _ => error!("cannot load the guest: {error:?}"),
     }
 }
 

@@ -4,14 +4,14 @@ pub mod aarch32;
 mod undescribed;
 
 use hw_arm64::aarch32::psr;
-use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
+use hw_arm64::esr::{self, MemoryAccess, SystemAccess, class, system_register};
 use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
 use hw_arm64::registers::spsr;
 use vmm_bus::{NEVER, Nanos};
 use vmm_vcpu::deadline::Deadline;
 use vmm_vcpu::{Activity, Flow, MemoryFault, Outcome, StopReason};
 
-use crate::exception::{external_abort, undefined};
+use crate::exception::{external_abort, system_error, undefined};
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
 use crate::stolen_time::StolenTimeRecord;
@@ -218,7 +218,10 @@ impl VcpuLoop {
             Exit::AArch32 { syndrome } => self.handle_32(syndrome, vcpu, bus),
             Exit::Unknown { syndrome } => {
                 bus.unknown(Unknown::Exit(syndrome));
-                undefined(vcpu);
+                match esr::class(syndrome) {
+                    class::SYSTEM_ERROR => system_error(vcpu),
+                    _ => undefined(vcpu),
+                }
                 Ok(())
             }
             Exit::InvalidState => Err(StopReason::End(Outcome::TripleFault)),
@@ -250,7 +253,8 @@ impl VcpuLoop {
             if !bus.has_device(fault.gpa) {
                 return self.other_access(fault, syndrome, vcpu, bus);
             }
-            let value = read_general(vcpu, access.general);
+            let unused = 64 - 8 * u32::from(access.size);
+            let value = read_general(vcpu, access.general) << unused >> unused;
             bus.mmio_write(self.index, fault.gpa, access.size, value);
         } else {
             let Some(value) = bus.read_device(self.index, fault.gpa, access.size) else {

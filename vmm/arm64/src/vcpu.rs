@@ -169,8 +169,9 @@ pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
     fn system(&mut self, register: System) -> u64;
     /// Sets it.
     fn set_system(&mut self, register: System, value: u64);
-    /// Sets all registers to their values after a reset, the affinity to this one. The vCPU is of
-    /// this kind from then on; the next [`Vcpu::run`] fails where the host CPU has none.
+    /// Sets all registers to their values after a reset, the affinity to this one, except those of
+    /// floating point, which are unknown then and may keep theirs. The vCPU is of this kind from
+    /// then on; the next [`Vcpu::run`] fails where the host CPU has none.
     fn reset(&mut self, affinity: u64, width: Width);
     /// Returns whether the CPU's interface has room for another interrupt.
     fn has_room(&mut self) -> bool;

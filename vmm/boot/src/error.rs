@@ -29,6 +29,8 @@ pub enum BootError {
     BadElf(ElfError),
     /// ELF file for another architecture.
     WrongMachine,
+    /// Big-endian image for AArch64.
+    BigEndian,
     /// ELF file without the PVH entry note, and without a Multiboot header.
     NoPvhEntry,
     /// An inconsistent Multiboot header, or one that requires an unsupported feature.
@@ -120,6 +122,9 @@ impl fmt::Display for BootError {
             Self::BadElf(ElfError::Truncated) => f.write_str("the kernel is truncated"),
             Self::BadElf(error) => write!(f, "the kernel is an invalid ELF file: {error:?}"),
             Self::WrongMachine => f.write_str("the kernel is for another architecture"),
+            Self::BigEndian => f.write_str(
+                "the kernel is big-endian, but devices are little-endian: use a little-endian one",
+            ),
             Self::NoPvhEntry => f.write_str(
                 "the kernel is an ELF file without a PVH entry note and without a Multiboot header",
             ),

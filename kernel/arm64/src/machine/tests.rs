@@ -52,6 +52,32 @@ fn a_virtual_machine() {
     assert_eq!(uart(&Fdt::parse(VIRT).unwrap()), Some(0x900_0000));
 }
 
+/// The tree of the machine, whose redistributors have this second region, too.
+fn with_second_region(cells: [u32; 4]) -> Vec<u8> {
+    let bytes = |cells: [u32; 4]| cells.map(u32::to_be_bytes).concat();
+    let first = bytes([0, 0x80a_0000, 0, 0xf6_0000]);
+    let at = VIRT.windows(16).position(|bytes| bytes == first).unwrap();
+    let mut tree = VIRT.to_vec();
+    assert_eq!(tree[at - 24..at - 20], 32u32.to_be_bytes());
+    tree[at - 24..at - 20].copy_from_slice(&48u32.to_be_bytes());
+    // The number of regions was behind the first. Its name replaces `#size-cells`, which is 2.
+    tree.copy_within(at + 24..at + 28, at + 76);
+    tree[at + 16..at + 32].copy_from_slice(&bytes(cells));
+    tree
+}
+
+#[test]
+fn a_gicv3_has_several_regions_of_redistributors() {
+    let second = |cells| read(&with_second_region(cells)).unwrap();
+    let machine = second([0, 0xb00_0000, 0, 0x40_0000]);
+    let region = Range::sized(0xb00_0000, 0x40_0000);
+    assert_eq!(machine.interrupt_controller[2..], [region, Range::default()]);
+    let overlaps = |range: &&Range| range.base < region.end && region.base < range.end;
+    assert_eq!(machine.devices.as_slice().iter().find(overlaps), None, "not for tasks");
+    let high = second([0x40, 0, 0, 0x40_0000]);
+    assert_eq!(high.interrupt_controller[2..], [Range::default(); 2]);
+}
+
 /// Device memory above 4 GiB, of a tree with this limit of addresses.
 fn high_devices(bytes: &[u8], limit: u64) -> Vec<(u64, u64)> {
     let mut machine = Machine::NEW;

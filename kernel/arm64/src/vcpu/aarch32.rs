@@ -33,9 +33,9 @@ pub fn handle(
         float::take_over(kernel, local, entry.vcpu);
         true
     } else if is_abort {
-        let address = fault::address(syndrome);
+        let address = fault::address(entry.vcpu, entry.vm, syndrome);
         state.run.fault_address.set(address.unwrap_or_default());
-        // Without one the guest's own translation has changed meanwhile: it accesses again.
+        // Without one the guest accesses again.
         address.is_none()
     } else {
         let is_handled = identify(state, syndrome) || send(kernel, entry, syndrome);

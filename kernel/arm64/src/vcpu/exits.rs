@@ -41,9 +41,9 @@ pub fn handle(
         (exit_kind::SYNCHRONOUS_32, _) => return aarch32::handle(kernel, local, entry, syndrome),
         (exit_kind::ERROR, _) => Some((exit::UNKNOWN, syndrome)),
         (_, class::WAIT) => return wait_after_wait(kernel, cpu_index, local, entry, syndrome),
-        // Without an address the guest's own translation has changed meanwhile: it accesses again.
+        // Without an address the guest accesses again.
         (_, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
-            fault::address(syndrome).map(|address| {
+            fault::address(entry.vcpu, entry.vm, syndrome).map(|address| {
                 state.run.fault_address.set(address);
                 (exit::MEMORY_FAULT, fault::kind(syndrome))
             })

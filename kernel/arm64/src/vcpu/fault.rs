@@ -3,36 +3,45 @@
 use abi::vcpu::memory_fault;
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{hpfar_page, par};
+use kernel_core::object::{Vcpu, Vm};
 
-use crate::entry::{to_guest, to_host};
-use crate::{read_register, write_register};
+use super::tables;
+use crate::entry::{to_guest, to_host, translate_address};
+use crate::{Arm64, read_register, write_register};
 
 /// Guest-physical address of the access that has faulted. `None`: the guest's translation of its
-/// address has changed.
+/// address has changed, or cannot be read: the guest accesses again.
 #[inline(always)]
-pub fn address(syndrome: u64) -> Option<u64> {
+pub fn address(vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>, syndrome: u64) -> Option<u64> {
     let far = read_register!("far_el2");
     if esr::is_permission_fault(syndrome) && syndrome & esr::WALK == 0 {
-        return translate(far);
+        return translate(vcpu, vm, far);
     }
     Some(hpfar_page(read_register!("hpfar_el2")) | far & (abi::PAGE_SIZE - 1))
 }
 
 #[inline(never)]
-fn translate(far: u64) -> Option<u64> {
+fn translate(vcpu: &Vcpu<Arm64>, vm: &Vm<Arm64>, far: u64) -> Option<u64> {
+    // Another CPU may have freed the tables of stage 2 after the guest was left.
+    if !tables::are_current(vcpu, vm) {
+        return None;
+    }
     let offset = far & (abi::PAGE_SIZE - 1);
     // The processor reports no page of faults by permissions (D24.2.61), so the guest's tables are
     // asked.
     let saved = read_register!("par_el1");
-    // SAFETY: translates an address as the guest does, whose registers are still loaded.
+    // SAFETY: translates an address as the guest does, whose registers are still loaded, by tables
+    // of stage 2 that exist. PAR_EL1 keeps its value if the instruction takes an exception.
     unsafe {
+        write_register!("par_el1", par::FAILED);
         to_guest();
-        core::arch::asm!("at s1e1r, {}", "isb", in(reg) far, options(nostack));
+        translate_address(far);
     }
     let result = read_register!("par_el1");
-    // SAFETY: back to the values before.
+    // SAFETY: back to the values before; an exception has changed FAR_EL2.
     unsafe {
         write_register!("par_el1", saved);
+        write_register!("far_el2", far);
         to_host();
     }
     (result & par::FAILED == 0).then_some(result & par::PAGE | offset)

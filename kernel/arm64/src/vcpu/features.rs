@@ -30,8 +30,8 @@ const ISAR0: u64 = !fields([24]);
 const ISAR1: u64 = fields([0, 12, 16, 20, 32, 36, 40, 44, 48, 52]);
 /// RPRES. Not WFxT, pointer authentication, MOPS.
 const ISAR2: u64 = fields([4]);
-/// All except FGT, ECV.
-const MMFR0: u64 = !fields([56, 60]);
+/// All except BigEnd, BigEndEL0, FGT, ECV.
+const MMFR0: u64 = !fields([8, 16, 56, 60]);
 /// HAFDBS, PAN, XNX, ETS, nTLBPA. Not VMIDBits, VH, LO, HCX, AFP, TIDCP1, CMOW.
 const MMFR1: u64 = fields([0, 20, 28, 36, 48]);
 /// UAO, LSM, IESB, VARange, CCIDX, ST, AT, IDS, TTL, BBM, E0PD. Not NV, FWB, EVT, nor CnP: all

@@ -273,8 +273,10 @@ fn place_beside<I: Interface>(free: u64, entry: u64) -> bool {
         return false;
     };
     // An interrupt that is active becomes pending, too, unless it is linked: those of the host do
-    // not occur again before the guest has ended them.
-    let active = if same.is_some() && !is_linked { I::list(index) & ich::ACTIVE } else { 0 };
+    // not occur again before the guest has ended them. Nor do those whose end is reported, unless
+    // the guest has made them inactive by the distributor.
+    let stays_active = same.is_some() && entry & (ich::LINKED | ich::REPORT_END) == 0;
+    let active = if stays_active { I::list(index) & ich::ACTIVE } else { 0 };
     I::set_list(index, entry | active);
     true
 }

@@ -7,7 +7,6 @@ use crate::platform::{Interrupts, PowerState};
 use crate::testing::ScriptVcpu;
 use crate::vcpu::{System, Virq, Width};
 use core::time::Duration;
-use hw_arm64::esr::class;
 use hw_arm64::psci;
 use std::vec::Vec;
 use vmm_mem::{GuestMemory, testing};
@@ -156,6 +155,17 @@ fn devices_are_accessed_by_syndrome() {
     assert_eq!((vcpu.general[3], vcpu.pc), (-0x80_i64 as u64, PC + 12));
 }
 
+#[test]
+fn devices_get_the_bytes_of_a_store_alone() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    vcpu.general[2] = 0x1234_5678_9abc_def0;
+    // strb w2; strh w2; str w2; str x2
+    let exits = [0, 1, 2, 3].map(|size| fault(DEVICE, 0x9302_0046 | size << 22));
+    assert_eq!(run(&mut vcpu, &mut bus, &exits), STOPPED);
+    let values = [(1, 0xf0), (2, 0xdef0), (4, 0x9abc_def0), (8, 0x1234_5678_9abc_def0)];
+    assert_eq!(bus.writes, values.map(|(size, value)| (DEVICE, size, value)));
+}
+
 /// Runs a vCPU that accesses the device, at the address in `x1`, by this instruction. A block of
 /// its tables has the instruction.
 fn access_by(instruction: u32, address: u64, write: bool) -> (ScriptVcpu, ScriptBus) {
@@ -248,6 +258,18 @@ fn other_accesses_abort() {
         assert_eq!(run(&mut vcpu, &mut bus, &[exit]), STOPPED);
         assert_eq!((vcpu.pc, vcpu.system(System::Elr)), (0x1_0200, PC));
         assert_eq!(esr::class(vcpu.system(System::Esr)), class::DATA_ABORT + 1);
+        assert_eq!(bus.unknown.len(), 1);
+    }
+}
+
+#[test]
+fn an_error_has_a_vector_of_its_own() {
+    for (kind, vector) in [(class::SYSTEM_ERROR, 0x1_0380), (0x3f, 0x1_0200)] {
+        let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+        vcpu.system[System::Vbar as usize] = 0x1_0000;
+        let exit = Exit::Unknown { syndrome: kind << esr::CLASS_SHIFT };
+        assert_eq!(run(&mut vcpu, &mut bus, &[exit]), STOPPED);
+        assert_eq!((vcpu.pc, vcpu.system(System::Elr)), (vector, PC));
         assert_eq!(bus.unknown.len(), 1);
     }
 }

@@ -121,11 +121,14 @@ impl Header {
         };
         let actual = kernel.len() as u64;
         let short = BootError::Truncated { needed: image::HEADER as u64, actual };
-        let [offset, length, magic] = [8, 16, 56].map(word);
+        let [offset, length, flags, magic] = [8, 16, 24, 56].map(word);
         if magic.ok_or(short)? as u32 != image::MAGIC {
             return Err(BootError::UnknownFormat);
         }
         let (offset, length) = (offset.ok_or(short)?, length.ok_or(short)?);
+        if flags.ok_or(short)? & image::BIG_ENDIAN != 0 {
+            return Err(BootError::BigEndian);
+        }
         // Kernels before 3.17 have no length.
         if offset >= ALIGNMENT || length == 0 {
             return Err(BootError::BadHeader);
@@ -614,6 +617,9 @@ mod tests {
             assert_eq!(load(&memory, &boot(bytes)), Err(error));
         }
         let mut wrong = kernel;
+        wrong[24..32].copy_from_slice(&(image::FLAGS | 1).to_le_bytes());
+        assert_eq!(load(&memory, &boot(&wrong)), Err(BootError::BigEndian));
+        wrong[24..32].copy_from_slice(&image::FLAGS.to_le_bytes());
         wrong[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
         assert_eq!(load(&memory, &boot(&wrong)), Err(BootError::BadHeader));
     }

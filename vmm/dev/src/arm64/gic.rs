@@ -8,8 +8,9 @@
 //! Features: 16 SGIs, 16 private and 96 shared interrupts; one security state; affinity routing, to
 //! one CPU or to any (the first), or with a GICv2 to the first of its targets.
 //! Interrupt messages come by a frame of GICv2m (`v2m.rs`).
-//! Missing: group 0 of a GICv3 (its interrupts stay pending), groups of a GICv2; reads and writes
-//! of the active state, withdrawal of an interrupt that the host already has, messages (ITS).
+//! Missing: group 0 of a GICv3 (its interrupts stay pending), groups of a GICv2; reads and sets of
+//! the active state, clears of it for the timer's interrupt and for those that the host delivers by
+//! itself, withdrawal of an interrupt that the host already has, messages (ITS).
 //! Documentation: Arm IHI 0069, IHI 0048.
 
 mod bank;
@@ -42,7 +43,8 @@ pub struct Virq {
     pub number: u32,
     /// Its priority; lower values are more urgent.
     pub priority: u8,
-    /// The host reports its end by [`Gic::end_virq`]: it is level-triggered.
+    /// The host reports its end by [`Gic::end_virq`], and the interrupt is not active before: it is
+    /// level-triggered, or the guest has made it inactive.
     pub report_end: bool,
 }
 
@@ -154,7 +156,9 @@ impl<const CPUS: usize> Gic<CPUS> {
 
     /// A CPU is off: shared interrupts that it took follow their routes, since it may not have
     /// handled them. One that it has handled occurs once more if it is edge-triggered and enabled.
+    /// The host forgets its private ones when the CPU starts.
     pub fn release(&mut self, cpu: usize) {
+        self.private[cpu].in_service = 0;
         let taken = core::mem::take(&mut self.taken[cpu]);
         for (bank, taken) in self.shared.iter_mut().zip(taken) {
             bank.in_service &= !taken;

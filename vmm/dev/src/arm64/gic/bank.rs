@@ -13,6 +13,8 @@ pub(super) struct Bank {
     pub(super) edge: u32,
     /// The host has the interrupt until it reports the end.
     pub(super) in_service: u32,
+    /// The guest has made the interrupt inactive, which the host does not know yet.
+    pub(super) deactivated: u32,
     pub(super) priorities: [u8; 32],
 }
 
@@ -24,6 +26,7 @@ impl Bank {
         level: 0,
         edge: 0,
         in_service: 0,
+        deactivated: 0,
         priorities: [0; 32],
     };
 
@@ -45,12 +48,14 @@ impl Bank {
         bits(of).map(|index| (self.priorities[index as usize], index)).min()
     }
 
+    /// Takes an interrupt; returns whether the host reports its end.
     pub(super) fn take(&mut self, index: u32) -> bool {
         let bit = 1 << index;
+        let report_end = bit & (!self.edge | self.deactivated) != 0;
         self.pending &= !bit;
-        let is_level = self.edge & bit == 0;
-        self.in_service |= if is_level { bit } else { 0 };
-        is_level
+        self.deactivated &= !bit;
+        self.in_service |= bit & !self.edge;
+        report_end
     }
 
     /// Register at an offset of a register block that has a bit for each interrupt.
@@ -70,6 +75,10 @@ impl Bank {
             ICENABLER => self.enabled &= !value,
             ISPENDR => self.pending |= value,
             ICPENDR => self.pending &= !value,
+            ICACTIVER => {
+                self.in_service &= !value;
+                self.deactivated |= value;
+            }
             _ => {}
         }
     }

@@ -77,6 +77,41 @@ fn interrupts_of_a_cpu_that_is_off_follow_their_routes() {
 }
 
 #[test]
+fn a_private_level_of_a_cpu_that_is_off_comes_again() {
+    let mut gic = enabled();
+    let at = redistributor::PRIVATE;
+    gic.write_redistributor(word(at + ISENABLER), 1 << 20);
+    let expected = Some((20, true));
+    for _ in 0..2 {
+        gic.write_redistributor(word(at + ISPENDR), 1 << 20);
+        assert_eq!(gic.take_virq(0).map(|virq| (virq.number, virq.report_end)), expected);
+        gic.release(0);
+    }
+}
+
+#[test]
+fn a_kernel_that_takes_over_makes_interrupts_inactive() {
+    let mut gic = enabled();
+    gic.write_distributor(0, word(ICFGR + 8), 0b10);
+    let taken = |gic: &mut Gic<4>| gic.take_virq(0).map(|virq| (virq.number, virq.report_end));
+    // A level, and an edge, whose ends are not reported.
+    for number in [33, 32] {
+        gic.set_level(number, true);
+        assert_eq!(taken(&mut gic), Some((number, number == 33)));
+    }
+    gic.set_level(32, false);
+    assert!(!gic.is_waiting(0));
+    gic.write_distributor(0, word(ICACTIVER + 4), 0b11);
+    assert_eq!((taken(&mut gic), taken(&mut gic)), (Some((33, true)), None));
+    // The host learns with the next edge that the last one is not active any more.
+    for report_end in [true, false] {
+        gic.set_level(32, true);
+        gic.set_level(32, false);
+        assert_eq!(taken(&mut gic), Some((32, report_end)));
+    }
+}
+
+#[test]
 fn software_interrupts_and_timers() {
     let mut gic = enabled();
     gic.send(0, SoftwareInterrupt::decode(1 << 40 | 3 << 24));
