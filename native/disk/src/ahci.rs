@@ -11,12 +11,18 @@
 //! The device may clear the bit of a failed command as it does for a successful one. So a command
 //! has succeeded only if no error is reported after the driver has seen its bit clear.
 
+mod registers;
+
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use proto::disk::{Operation, SECTOR, Status};
 
-use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
+use self::registers::{host, port};
+use crate::device::{
+    Command, DeviceError, Disk, DiskRecord, Geometry, Identity, IssueTimes, MAX_DEPTH, OVERDUE,
+    OtherDisk,
+};
 
 /// Registers of a controller, and a clock.
 pub trait Controller {
@@ -30,58 +36,6 @@ pub trait Controller {
     fn now(&self) -> u64;
     /// Yields the CPU briefly.
     fn pause(&self);
-}
-
-/// Registers of the controller (section 3.1).
-mod host {
-    pub const CAPABILITIES: u64 = 0x00;
-    pub const CONTROL: u64 = 0x04;
-    pub const INTERRUPTS: u64 = 0x08;
-    pub const PORTS: u64 = 0x0c;
-    /// Of `CAPABILITIES`: native command queuing, 64-bit addresses.
-    pub const QUEUES: u32 = 1 << 30;
-    pub const WIDE: u32 = 1 << 31;
-    /// Of `CONTROL`: reset, interrupt enable, AHCI enable.
-    pub const RESET: u32 = 1 << 0;
-    pub const INTERRUPT: u32 = 1 << 1;
-    pub const ENABLE: u32 = 1 << 31;
-}
-
-/// Registers of a port (section 3.3), from `PORT + PORT_LENGTH * port`.
-mod port {
-    pub const COMMANDS: u64 = 0x00;
-    pub const RECEIVED: u64 = 0x08;
-    pub const INTERRUPTS: u64 = 0x10;
-    pub const INTERRUPT_ENABLE: u64 = 0x14;
-    pub const COMMAND: u64 = 0x18;
-    pub const TASK_FILE: u64 = 0x20;
-    pub const SIGNATURE: u64 = 0x24;
-    pub const LINK: u64 = 0x28;
-    pub const LINK_CONTROL: u64 = 0x2c;
-    pub const ERROR: u64 = 0x30;
-    pub const QUEUED: u64 = 0x34;
-    pub const ISSUE: u64 = 0x38;
-    /// Of `COMMAND`: start, spin up, power on, FIS receive enable, FIS receive running, command
-    /// list running.
-    pub const START: u32 = 1 << 0;
-    pub const SPIN_UP: u32 = 1 << 1;
-    pub const POWER: u32 = 1 << 2;
-    pub const RECEIVE: u32 = 1 << 4;
-    pub const RECEIVING: u32 = 1 << 14;
-    pub const RUNNING: u32 = 1 << 15;
-    /// Of `INTERRUPTS`: FIS received, also for queued commands.
-    pub const ANSWERS: u32 = 0b1111;
-    /// Of `INTERRUPTS`: every error that stops the port (section 6.1): task file, host bus,
-    /// interface, overflow, and loss of the link.
-    pub const ERRORS: u32 = 0xf << 27 | 1 << 24 | 1 << 22;
-    /// Of `LINK_CONTROL`: link reset.
-    pub const LINK_RESET: u32 = 1;
-    /// Of `LINK`: device present; link up and device active.
-    pub const PRESENT: u32 = 0xf;
-    pub const LINK_MASK: u32 = 0xf0f;
-    pub const LINK_ACTIVE: u32 = 0x103;
-    /// Of `TASK_FILE`: busy, data request.
-    pub const BUSY: u32 = 0x88;
 }
 
 const PORT: u64 = 0x100;
@@ -160,6 +114,8 @@ pub enum AhciError {
     /// The controller ignores the upper half of addresses, and memory of the server or of a client
     /// ends here, above 4 GiB.
     Narrow(u64),
+    /// The last server had another disk.
+    OtherDisk(OtherDisk),
 }
 
 impl fmt::Display for AhciError {
@@ -170,6 +126,7 @@ impl fmt::Display for AhciError {
                 "the controller has only 32-bit addresses (CAP.S64A is 0), and memory for it ends \
                  at {end:#x}: use another controller, or a machine with less memory"
             ),
+            Self::OtherDisk(error) => error.fmt(to),
             error => write!(to, "{error:?}"),
         }
     }
@@ -202,6 +159,7 @@ pub struct AhciDisk<'m, C> {
     plain: u32,
     /// The last issued slots held a plain command.
     last_was_plain: bool,
+    times: IssueTimes,
 }
 
 /// A command FIS.
@@ -251,15 +209,17 @@ fn wait(controller: &impl Controller, limit: u64, mut done: impl FnMut() -> bool
 }
 
 impl<'m, C: Controller> AhciDisk<'m, C> {
-    /// Resets the controller and sets up the disk at a port, or at the first port with a disk.
-    /// `memory` is [`BYTES`] long and at address `physical` for the device. That memory and all
-    /// that commands access ends at or below the address `end`.
+    /// Resets the controller and sets up the disk at a port, or at the first port with a disk. If
+    /// `record` names the disk of an earlier server, only that one: its link may take too long, or
+    /// it may have failed, and the disk at the next port is another. `memory` is [`BYTES`] long and
+    /// at address `physical` for the device. That memory and all that commands access ends at or
+    /// below the address `end`.
     pub fn new(
         controller: C,
         wanted: Option<u8>,
         memory: &'m [AtomicU64],
-        physical: u64,
-        end: u64,
+        (physical, end): (u64, u64),
+        record: DiskRecord,
     ) -> Result<Self, AhciError> {
         if (memory.len() as u64) < BYTES / 8 {
             return Err(AhciError::Memory);
@@ -290,15 +250,18 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             waiting: 0,
             plain: 0,
             last_was_plain: false,
+            times: IssueTimes::NEW,
         };
         let length = disk.controller.length();
+        let wanted = record.port().or(wanted.map(u32::from));
         let mut ports = (0..PORTS)
             .filter(|number| there >> number & 1 != 0)
-            .filter(|&number| wanted.is_none_or(|wanted| u32::from(wanted) == number))
+            .filter(|&number| wanted.is_none_or(|wanted| wanted == number))
             .filter(|number| PORT + PORT_LENGTH * u64::from(number + 1) <= length);
         let number = ports.find(|&number| disk.start_port(number)).ok_or(AhciError::NoDisk)?;
         disk.number = number;
-        disk.identify()?;
+        let identity = disk.identify()?;
+        record.admit(&identity).map_err(AhciError::OtherDisk)?;
         disk.write(port::INTERRUPT_ENABLE, port::ANSWERS | port::ERRORS);
         let control = disk.controller.read(host::CONTROL);
         disk.controller.write(host::CONTROL, control | host::INTERRUPT);
@@ -454,7 +417,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         }
     }
 
-    fn identify(&mut self) -> Result<(), AhciError> {
+    fn identify(&mut self) -> Result<Identity, AhciError> {
         const HAS_48_BITS: u64 = 1 << 10;
         const HAS_QUEUE: u64 = 1 << 8;
         const HAS_TRIM: u64 = 1 << 0;
@@ -472,8 +435,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         if !done || failed {
             return Err(AhciError::Identify);
         }
-        // Words of 16 bits: 75 queue depth, 76 and 83 features, 100 to 103 number of sectors, 106
-        // their size (valid if bits 15:14 are 01), 169 TRIM.
+        // Words of 16 bits: 10 to 19 serial number, 75 queue depth, 76 and 83 features, 100 to 103
+        // number of sectors, 106 their size (valid if bits 15:14 are 01), 169 TRIM.
         let word = |index: usize| {
             let word = self.memory[(IDENTITY + 2 * index) / 8].load(Ordering::Acquire);
             word >> (16 * (index % 4)) & 0xffff
@@ -489,8 +452,12 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             self.slots = self.slots.min((word(75) & 0x1f) as usize + 1);
         }
         self.trims = word(169) & HAS_TRIM != 0;
-        self.sectors = (0..4).fold(0, |sum, index| sum | word(100 + index) << (16 * index));
-        Ok(())
+        let words = |first: usize, count: usize| {
+            (0..count).fold(0, |sum, index| sum | word(first + index) << (16 * index))
+        };
+        self.sectors = words(100, 4);
+        let serial = [words(10, 4), words(14, 4), words(18, 2)];
+        Ok(Identity { port: self.number, sectors: self.sectors, serial })
     }
 
     fn acknowledge(&self) -> u32 {
@@ -509,11 +476,17 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.last_was_plain = slots & self.plain != 0;
         self.waiting &= !slots;
         self.issued |= slots;
+        self.times.issue(slots.into(), self.controller.now());
         core::sync::atomic::fence(Ordering::SeqCst);
         if !self.last_was_plain {
             self.write(port::QUEUED, slots);
         }
         self.write(port::ISSUE, slots);
+    }
+
+    /// Returns whether an error has interrupted that [`collect`](Self::collect) has not seen.
+    fn has_error(&self) -> bool {
+        self.withdrawn & port::ERRORS != 0
     }
 
     /// Returns the slots that the controller or the disk is still processing.
@@ -523,6 +496,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
 
     /// Collects completed slots.
     fn collect(&mut self) -> Result<(), DeviceError> {
+        let now = self.controller.now();
         // The interrupt status comes first: a completion after that read interrupts again.
         let before = core::mem::take(&mut self.withdrawn) | self.acknowledge();
         let done = self.issued & !self.active();
@@ -532,11 +506,19 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             return Err(DeviceError("the controller is switched off"));
         }
         // An error up to this point is reported now.
-        if (before | self.read(port::INTERRUPTS)) & port::ERRORS != 0 {
+        let errors = (before | self.read(port::INTERRUPTS)) & port::ERRORS;
+        if errors & port::LINK_CHANGED != 0 {
+            // There may be another disk now, which only the set-up of the next server detects.
+            return Err(DeviceError("the link to the disk was lost"));
+        }
+        if errors != 0 {
             return self.recover();
         }
         self.issued &= !done;
         self.ended |= done;
+        if self.times.is_overdue(self.issued.into(), now) {
+            return Err(OVERDUE);
+        }
         self.issue();
         Ok(())
     }
@@ -609,7 +591,13 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
     }
 
     fn flush_doorbell(&mut self) {
-        self.issue();
+        if self.issued == 0 {
+            self.withdrawn |= self.read(port::INTERRUPTS) & port::ERRORS;
+        }
+        // An error from before these commands is not theirs, and comes first.
+        if !self.has_error() {
+            self.issue();
+        }
     }
 
     fn acknowledge_interrupt(&mut self) {
@@ -619,7 +607,8 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
     }
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
-        if self.ended == 0 && self.issued != 0 {
+        // Errors also come without commands. Their interrupt by line would never end.
+        if self.ended == 0 && (self.issued != 0 || self.has_error()) {
             self.collect()?;
         }
         if self.ended == 0 {
@@ -638,36 +627,3 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
 mod fake;
 #[cfg(test)]
 mod tests;
-
-#[cfg(test)]
-mod next_slots_tests {
-    use super::*;
-
-    #[test]
-    fn kinds_take_turns() {
-        const PLAIN: u32 = 0b0011;
-        let cases = [
-            // With no command in flight: the waiting slots, and of both kinds the one that was not
-            // issued last.
-            (0b1100, 0, true, 0b1100),
-            (0b0011, 0, true, 0b0001),
-            (0b0110, 0, false, 0b0010),
-            (0b0110, 0, true, 0b0100),
-            // Further queued commands while no plain one waits, and no command beside a plain one.
-            (0b0100, 0b1000, false, 0b0100),
-            (0b0101, 0b1000, false, 0),
-            (0b0101, 0b1000, true, 0),
-            (0b0101, 0b0010, true, 0),
-            (0b0100, 0b0010, true, 0),
-            (0b0001, 0b0010, true, 0),
-            (0, 0, false, 0),
-        ];
-        for (waiting, issued, last_was_plain, next) in cases {
-            assert_eq!(
-                next_slots(waiting, issued, PLAIN, last_was_plain),
-                next,
-                "{waiting:b} {issued:b}"
-            );
-        }
-    }
-}

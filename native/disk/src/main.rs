@@ -4,7 +4,7 @@
 //! The disk transfers data directly between its medium and the clients' sessions (DMA). The server
 //! answers a request when the disk has completed it. A restarted server resets the disk, reads the
 //! partition table, and clients resend unanswered requests. It keeps no state of the last one but a
-//! word about failed flushes ([`server`]).
+//! word about failed flushes ([`server`]) and the identity of the disk ([`DiskRecord`]).
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -18,15 +18,16 @@ mod virtio;
 use abi::FOREVER;
 use heapless::Vec;
 use native_rt::device::{self as memory, DeviceRegisters, Shared};
-use native_rt::{Irq, Notification, error, info, time, warn};
+use native_rt::{Irq, Notification, Status as KernelStatus, error, info, time, warn};
 use proto::control::code;
 use proto::disk::{Operation, Session, Status};
 use proto::service::{DiskDriver, DiskServer, MAX_SESSIONS};
-use proto::start::{Role, Start, event, slot};
+use proto::start::{Clock, Role, Start, event, slot};
 
-use crate::device::{Command, Disk};
-use crate::partition::{SECTOR, ScanResult};
+use crate::device::{COMMAND_LIMIT, Command, DeviceError, Disk, DiskRecord};
+use crate::partition::{Partitions, SECTOR, ScanResult};
 use crate::server::{BlockServer, Extent};
+use crate::virtio::VirtioDisk;
 
 /// Register ranges: virtio's configuration names its own, AHCI uses the last one (ABAR).
 const AHCI_BAR: u64 = 5;
@@ -35,6 +36,8 @@ const SCAN: u64 = 64 << 10;
 const _: () = assert!(virtio::BYTES <= SCAN && ahci::BYTES <= SCAN);
 /// Offset of the word that outlives the server, which only root initialises.
 const UNINFORMED: u64 = SCAN + 4096;
+/// Offset of the [`DiskRecord`], which does so, too.
+const RECORD: u64 = UNINFORMED + 8;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
@@ -60,14 +63,22 @@ fn main(start: &Start<'static>) -> u64 {
         error!("the memory for the device is too short");
         return code::BAD_CONFIG;
     };
+    let kept = dma.words().get(RECORD as usize / 8..).unwrap_or_default();
+    let Some(record) = DiskRecord::new(kept) else {
+        error!("the memory for the device is too short");
+        return code::BAD_CONFIG;
+    };
     match plan.driver {
-        DiskDriver::Virtio => match virtio::VirtioDisk::new(start, words, physical) {
-            Ok(disk) => serve(start, plan, disk, dma),
-            Err(error) => {
-                error!("cannot set up the disk: {error}");
-                code::INTERNAL
+        DiskDriver::Virtio => {
+            let wait = |disk: &mut VirtioDisk| _ = wait(disk, &start.clock, true);
+            match VirtioDisk::new(start, words, physical, record, wait) {
+                Ok(disk) => serve(start, plan, disk, dma),
+                Err(error) => {
+                    error!("cannot set up the disk: {error}");
+                    code::INTERNAL
+                }
             }
-        },
+        }
         DiskDriver::Ahci(port) => {
             let Some(host) = memory::registers(start, AHCI_BAR) else {
                 error!("the controller has no registers");
@@ -77,7 +88,7 @@ fn main(start: &Start<'static>) -> u64 {
             let all = memory::sessions(start).chain([dma]);
             let end = all.map(|shared| shared.physical() + shared.window().length()).max();
             let end = end.unwrap_or_default();
-            match ahci::AhciDisk::new(controller, port, words, physical, end) {
+            match ahci::AhciDisk::new(controller, port, words, (physical, end), record) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
                     error!("cannot set up the disk: {error}");
@@ -116,51 +127,78 @@ impl ahci::Controller for Hardware {
     }
 }
 
-/// Waits for an event of the disk or of a client.
-fn wait(disk: &mut impl Disk) -> bool {
-    let waited = Notification::at(slot::NOTIFICATION).wait(FOREVER);
+/// Waits for an event of the disk or of a client. A device that stops sends none, so with commands
+/// in flight (`is_busy`) it returns after [`COMMAND_LIMIT`] at the latest.
+fn wait(disk: &mut impl Disk, clock: &Clock, is_busy: bool) -> bool {
+    let deadline = if is_busy { time::after(clock, COMMAND_LIMIT) } else { FOREVER };
+    let waited = Notification::at(slot::NOTIFICATION).wait(deadline);
     // First at the disk: a line that is still high would interrupt again.
     if waited.is_ok_and(|events| events & event::INTERRUPT != 0) {
         disk.acknowledge_interrupt();
     }
     let _ = Irq::at(slot::DEVICE).acknowledge();
-    waited.is_ok()
+    matches!(waited, Ok(_) | Err(KernelStatus::Timeout))
 }
 
-/// Reads a sector to the shared memory and copies it from there.
+/// Reads a sector to the shared memory and copies it from there; `None` if the disk cannot read it.
 fn read_sector(
     disk: &mut impl Disk,
     dma: Shared,
+    clock: &Clock,
     sector: u64,
     bytes: &mut [u8; SECTOR],
-) -> Option<()> {
+) -> Result<Option<()>, DeviceError> {
     let address = dma.physical() + SCAN;
     disk.start(0, &Command { operation: Operation::Read, sector, sectors: 1, address });
     disk.flush_doorbell();
     loop {
-        match disk.completed() {
-            Ok(Some((_, status))) => {
-                return (status == Status::Ok && dma.window().read(SCAN, bytes)).then_some(());
+        match disk.completed()? {
+            Some((_, status)) => {
+                let is_read = status == Status::Ok && dma.window().read(SCAN, bytes);
+                return Ok(is_read.then_some(()));
             }
-            Ok(None) if wait(disk) => {}
-            Ok(None) | Err(_) => return None,
+            None if wait(disk, clock, true) => {}
+            None => return Err(DeviceError("cannot wait for events")),
         }
     }
 }
 
-fn find_partitions(disk: &mut impl Disk, dma: Shared) -> ScanResult {
+/// Finds the partitions to serve.
+fn find_partitions(
+    disk: &mut impl Disk,
+    dma: Shared,
+    clock: &Clock,
+) -> Result<Partitions, DeviceError> {
     let sectors = disk.geometry().sectors;
-    partition::find(sectors, |sector, bytes| read_sector(disk, dma, sector, bytes))
-}
-
-fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
-    let geometry = disk.geometry();
-    let ScanResult { partitions, refused } = find_partitions(&mut disk, dma);
+    let mut failure = Ok(());
+    let ScanResult { partitions, refused } = partition::find(sectors, |sector, bytes| {
+        failure.ok()?;
+        read_sector(disk, dma, clock, sector, bytes).unwrap_or_else(|error| {
+            failure = Err(error);
+            None
+        })
+    });
+    failure?;
     for number in refused {
         warn!(
             "partition {number} is not served: it overlaps another partition or a partition table"
         );
     }
+    Ok(partitions)
+}
+
+/// Logs a failure of the disk; returns the exit code.
+fn disk_failed(error: DeviceError) -> u64 {
+    error!("the disk failed: {}", error.0);
+    code::INTERNAL
+}
+
+fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
+    let geometry = disk.geometry();
+    let partitions = match find_partitions(&mut disk, dma, &start.clock) {
+        Ok(partitions) => partitions,
+        Err(error) => return disk_failed(error),
+    };
     info!(
         "{} MiB, {} partitions, {} requests at once",
         geometry.sectors >> 11,
@@ -200,10 +238,10 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             let _ = Notification::at(slot::peer(number, vcpu)).signal(events);
         };
         if let Err(error) = server.serve(signal) {
-            error!("the disk failed: {}", error.0);
-            return code::INTERNAL;
+            return disk_failed(error);
         }
-        if !wait(server.disk()) {
+        let is_busy = server.is_busy();
+        if !wait(server.disk(), &start.clock, is_busy) {
             error!("cannot wait for events");
             return code::INTERNAL;
         }

@@ -21,7 +21,7 @@ use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
 use crate::switch::{HEADER, Switch, SwitchEnd, Verdict};
-use crate::uplink::Uplink;
+use crate::uplink::{Uplink, UplinkError};
 
 /// Maximum number of frames of one sender per turn.
 const MAX_BATCH: usize = 32;
@@ -38,9 +38,6 @@ struct Client {
     window: Window,
     signal: u64,
 }
-
-/// The network card violates the protocol.
-struct UplinkError;
 
 /// The network server.
 struct NetworkServer {
@@ -86,7 +83,7 @@ impl NetworkServer {
         }
         for _ in 0..MAX_BATCH {
             let Some(uplink) = &mut self.uplink else { break };
-            let Some(received) = uplink.receive().map_err(|_| UplinkError)? else { break };
+            let Some(received) = uplink.receive()? else { break };
             progress = true;
             let data = Data {
                 window: uplink.memory().window(),
@@ -181,13 +178,13 @@ impl NetworkServer {
             SwitchEnd::Uplink => {
                 let Some(uplink) = &mut self.uplink else { return Ok(()) };
                 let fill = |memory: Shared, offset| fill(memory.window(), offset);
-                uplink.send(length, &offload, fill).map_err(|_| UplinkError)
+                uplink.send(length, &offload, fill)
             }
         }
     }
 
-    fn acknowledge_interrupt(&self) {
-        if let Some(uplink) = &self.uplink {
+    fn acknowledge_interrupt(&mut self) {
+        if let Some(uplink) = &mut self.uplink {
             uplink.acknowledge_interrupt();
         }
     }
@@ -255,8 +252,8 @@ fn main(start: &Start<'static>) -> u64 {
     let mut server = NetworkServer { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
     loop {
         match server.serve() {
-            Err(UplinkError) => {
-                error!("the network card used a chain that was not offered");
+            Err(error) => {
+                error!("{error}");
                 return code::INTERNAL;
             }
             Ok(progress) => {

@@ -3,6 +3,8 @@
 //! Received frames are complete; sent frames are too, except for a checksum if the device supports
 //! it.
 
+use core::fmt;
+
 use native_rt::device::Shared;
 use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::net::{MIN_FRAME, NEEDS_SUM, Offload, OffloadCaps};
@@ -41,6 +43,30 @@ pub struct Uplink {
     offload_caps: OffloadCaps,
     /// Receive buffers were returned to the device without a notification.
     returned: bool,
+}
+
+/// Failure of the network card. The remedy is a reset, by a restart of the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UplinkError {
+    /// It used a chain that was not offered.
+    Chain,
+    /// It has stopped and reports so.
+    NeedsReset,
+}
+
+impl From<Broken> for UplinkError {
+    fn from(_: Broken) -> Self {
+        Self::Chain
+    }
+}
+
+impl fmt::Display for UplinkError {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        to.write_str(match self {
+            Self::Chain => "the network card used a chain that was not offered",
+            Self::NeedsReset => "the network card needs a reset",
+        })
+    }
 }
 
 /// A received frame.
@@ -92,13 +118,13 @@ impl Uplink {
     }
 
     /// Makes the card withdraw its interrupt. Frames that came before need not interrupt again.
-    pub fn acknowledge_interrupt(&self) {
+    pub fn acknowledge_interrupt(&mut self) {
         self.transport.acknowledge_interrupt();
     }
 
     /// Returns the next received frame; the caller must [give its buffer
     /// back](Self::return_buffer).
-    pub fn receive(&mut self) -> Result<Option<Received>, Broken> {
+    pub fn receive(&mut self) -> Result<Option<Received>, UplinkError> {
         while let Some((place, written)) = self.receive.take()? {
             let length = u64::from(written).saturating_sub(HEADER);
             if (MIN_FRAME..=MAX_FRAME).contains(&length) {
@@ -107,7 +133,7 @@ impl Uplink {
             }
             self.offer(place);
         }
-        Ok(None)
+        if self.transport.has_failed() { Err(UplinkError::NeedsReset) } else { Ok(None) }
     }
 
     /// Returns the buffer of a frame to the device.
@@ -133,7 +159,7 @@ impl Uplink {
         length: u64,
         offload: &Offload,
         fill: impl FnOnce(Shared, u64) -> bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), UplinkError> {
         while let Some((place, _)) = self.transmit.take()? {
             self.free |= 1 << (place % FRAMES);
         }

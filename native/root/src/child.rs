@@ -21,6 +21,7 @@ use crate::directory::Directory;
 use crate::loader::{self, LoadError};
 use crate::memory::{MAX_GUEST_PIECES, Memory, physical};
 use crate::mmio::{Place, SearchError};
+use crate::pci::Address;
 
 /// Root's capability slots, without the kernel's and root's fixed ones.
 pub type RootSlots = Slots<14>;
@@ -75,8 +76,10 @@ pub enum StartError {
     NoReset,
     /// The device accesses memory past the IOMMU, or may do so.
     Untranslated,
-    /// Another child drives the device now.
+    /// Another child has the device.
     Taken,
+    /// The server's PCI function is gone.
+    Absent(Address),
     /// Another device has registers in the same page as the device.
     SharedPage,
     /// Another child has the interrupt line of the device.
@@ -112,8 +115,13 @@ impl fmt::Display for StartError {
                  VIRTIO_F_ACCESS_PLATFORM of virtio 1 (QEMU: add iommu_platform=on to the device)",
             ),
             Self::Taken => to.write_str(
-                "another server or VM drives the device now, as a device before it is absent: \
+                "another server or VM has the device, as a device before it is absent: \
                  restart the machine",
+            ),
+            Self::Absent(function) => write!(
+                to,
+                "PCI function {function}, which the server had before, is absent: \
+                 attach it again, or restart the machine"
             ),
             Self::SharedPage => to.write_str(
                 "another device has registers in the same page: \

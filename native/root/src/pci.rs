@@ -226,7 +226,8 @@ impl Function<'_> {
         (self.layout() == 1 && bus > self.address.bus).then_some(bus)
     }
 
-    fn is(&self, class: PciClass) -> bool {
+    /// Returns whether the function is of a class.
+    pub fn is(&self, class: PciClass) -> bool {
         /// SATA controller with AHCI (PCI Code and ID Assignment, mass storage).
         const AHCI: u32 = 0x01_06_01;
         const VIRTIO: u16 = 0x1af4;

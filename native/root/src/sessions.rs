@@ -4,6 +4,10 @@
 //! may still write to it after both sides have ended, until the next server has reset the device.
 //! The same holds for a server's DMA memory. So no address programmed by an old server ever belongs
 //! to another owner.
+//!
+//! A server keeps its PCI function, too: the description names it by its position among those of
+//! its class, which changes if one becomes absent, and the clients repeat unanswered writes to the
+//! next server.
 
 use abi::args::irq_flags;
 use abi::{PAGE_SIZE, rights};
@@ -29,7 +33,7 @@ use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::{Memory, physical};
 use crate::mmio;
-use crate::pci::{Bar, Function, Pci};
+use crate::pci::{Address, Bar, Function, Pci};
 
 /// Maximum number of sessions in a system.
 const MAX_ALL: usize = MAX_SERVERS * MAX_SESSIONS;
@@ -114,6 +118,8 @@ pub struct SystemView<'e> {
 pub struct Sessions {
     sessions: Vec<Session, MAX_ALL>,
     dma: [Option<Window>; MAX_SERVERS],
+    /// The function of each server, from its first start on.
+    functions: [Option<Address>; MAX_SERVERS],
     /// The IOMMU, if the platform has one.
     iommu: Option<Iommu>,
 }
@@ -158,7 +164,12 @@ impl Sessions {
             pci.assign();
         }
         let iommu = Iommu::new(boot, memory, PERMANENT);
-        Self { sessions: Self::described(system), dma: [None; MAX_SERVERS], iommu }
+        Self {
+            sessions: Self::described(system),
+            dma: [None; MAX_SERVERS],
+            functions: [None; MAX_SERVERS],
+            iommu,
+        }
     }
 
     /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
@@ -310,10 +321,8 @@ impl Sessions {
         index: u8,
     ) -> Result<Function<'r>, StartError> {
         let boot = resources.boot;
-        let function = find(boot, class, index).ok_or(StartError::Device)?;
-        if self.is_of_another(number, &function) {
-            return Err(StartError::Taken);
-        }
+        let function = self.function(boot, number, class, index)?;
+        self.keep_function(number, function.address)?;
         if !function.disable() {
             return Err(StartError::Device);
         }
@@ -397,18 +406,19 @@ impl Sessions {
 
     /// Handles the end of a server: its device must not access memory any more.
     pub fn server_ended(&mut self, boot: &Boot, number: usize, server: &Server) {
-        if let Device::Pci(class, index) = server.device
-            && let Some(function) = find(boot, class, index)
-            && !self.is_of_another(number, &function)
+        if let Some(address) = self.functions.get(number).copied().flatten()
+            && !self.is_of_another(number, address)
         {
             // The log reports the device's own state.
-            if function.disable() {
-                native_rt::info!("PCI function {} is disabled", function.address);
-            } else {
-                native_rt::error!("cannot disable PCI function {}", function.address);
+            match Pci::find(boot).and_then(|pci| pci.function(address)) {
+                Some(function) if function.disable() => {
+                    native_rt::info!("PCI function {address} is disabled");
+                }
+                Some(_) => native_rt::error!("cannot disable PCI function {address}"),
+                None => native_rt::error!("PCI function {address} is absent"),
             }
             if let Some(iommu) = &mut self.iommu {
-                iommu.deny(number, function.address);
+                iommu.deny(number, address);
             }
         }
         if let Device::Mmio(class, index) = server.device
@@ -425,9 +435,36 @@ impl Sessions {
         }
     }
 
-    /// Returns whether a child other than this server drives a function, as far as the IOMMU knows.
-    fn is_of_another(&self, number: usize, function: &Function) -> bool {
-        self.iommu.as_ref().is_some_and(|iommu| iommu.is_of_another(number, function.address))
+    /// Returns the function that a server has had since its first start; before that, the one at a
+    /// position.
+    fn function<'b>(
+        &self,
+        boot: &'b Boot,
+        number: usize,
+        class: PciClass,
+        index: u8,
+    ) -> Result<Function<'b>, StartError> {
+        let Some(kept) = self.functions.get(number).copied().flatten() else {
+            return find(boot, class, index).ok_or(StartError::Device);
+        };
+        let function = Pci::find(boot).and_then(|pci| pci.function(kept));
+        function.filter(|found| found.is(class)).ok_or(StartError::Absent(kept))
+    }
+
+    /// Keeps a function for a server; fails if it is another server's, or a VM drives it.
+    fn keep_function(&mut self, number: usize, function: Address) -> Result<(), StartError> {
+        if self.is_of_another(number, function) {
+            return Err(StartError::Taken);
+        }
+        *self.functions.get_mut(number).ok_or(StartError::Device)? = Some(function);
+        Ok(())
+    }
+
+    /// Returns whether a function is another server's, running or not, or another child drives it.
+    fn is_of_another(&self, number: usize, function: Address) -> bool {
+        let mut others = self.functions.iter().enumerate().filter(|(other, _)| *other != number);
+        others.any(|(_, kept)| *kept == Some(function))
+            || self.iommu.as_ref().is_some_and(|iommu| iommu.is_of_another(number, function))
     }
 
     /// The IOMMU, if the platform has one.
@@ -532,11 +569,13 @@ pub fn add_bar(
 
 #[cfg(test)]
 mod tests {
+    use abi::boot::BootInfo;
     use proto::service::DiskRange;
     use proto::system::{VmDisk, VmNet};
 
     use super::*;
     use crate::instances::tests::{system, vm};
+    use crate::pass_through::tests::WITHOUT_DEVICES;
 
     #[test]
     fn a_line_that_another_server_has_is_named() {
@@ -575,6 +614,32 @@ mod tests {
             let is = |it: &&Session| it.server == server && it.of_server == of_server;
             assert_eq!(sessions.iter().filter(is).count(), 1);
         }
+    }
+
+    /// Also without an IOMMU.
+    #[test]
+    fn a_server_keeps_its_function() {
+        let mut sessions = Sessions {
+            sessions: Vec::new(),
+            dma: [None; MAX_SERVERS],
+            functions: [None; MAX_SERVERS],
+            iommu: None,
+        };
+        let [first, second] = [0x18, 0x20].map(Address::from_number);
+        assert_eq!(sessions.keep_function(0, first), Ok(()));
+        assert_eq!(sessions.keep_function(1, second), Ok(()));
+        assert_eq!(sessions.keep_function(0, first), Ok(()), "a restart");
+        // The first function is absent, so others have its position.
+        assert_eq!(sessions.keep_function(0, second), Err(StartError::Taken));
+        assert_eq!(sessions.keep_function(2, second), Err(StartError::Taken));
+        static MACHINE: BootInfo = WITHOUT_DEVICES;
+        let boot = Boot { info: &MACHINE, bundle: &[] };
+        let class = PciClass::Virtio(VirtioClass::Block);
+        let found = |number| sessions.function(&boot, number, class, 0).map(|it| it.address);
+        assert_eq!(found(0), Err(StartError::Absent(first)));
+        assert_eq!(found(2), Err(StartError::Device));
+        let text = StartError::Absent(first).to_string();
+        assert!(text.starts_with("PCI function 00:03.0, which the server had"), "{text}");
     }
 
     #[test]

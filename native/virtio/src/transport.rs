@@ -61,6 +61,8 @@ impl fmt::Display for SetupError {
 /// A virtio device of the task.
 pub struct Transport {
     registers: Registers,
+    /// All looks at the queues since the last interrupt have found completions.
+    interrupted: bool,
 }
 
 /// Registers of the device, by its transport.
@@ -117,7 +119,7 @@ impl Transport {
     }
 
     fn negotiate(registers: Registers, wanted: u64) -> Result<(Self, u64), SetupError> {
-        let transport = Self { registers };
+        let transport = Self { registers, interrupted: false };
         let registers = &transport.registers;
         registers.set_status(0);
         if !(0..RESET_READS).any(|_| registers.status() == 0) {
@@ -184,16 +186,24 @@ impl Transport {
 
     /// Makes the device withdraw its interrupt, which then comes again for the next completion.
     /// Completions before this call need not interrupt again, so queues are to be read after it.
-    pub fn acknowledge_interrupt(&self) {
+    pub fn acknowledge_interrupt(&mut self) {
+        self.interrupted = true;
         match &self.registers {
             Registers::Pci(pci) => pci.acknowledge_interrupt(),
             Registers::Mmio(mmio) => mmio.acknowledge_interrupt(),
         }
     }
 
-    /// Returns whether the device has failed and needs a reset.
+    /// Returns whether the device has failed and needs a reset (section 2.1.2).
     pub fn needs_reset(&self) -> bool {
         self.registers.status() & status::NEEDS_RESET != 0
+    }
+
+    /// Returns whether the device [needs a reset](Self::needs_reset), after a look at its queues
+    /// that has found no completion. It reads the status once after each interrupt, which may be
+    /// that of a failure: emulators trap the access.
+    pub fn has_failed(&mut self) -> bool {
+        core::mem::take(&mut self.interrupted) && self.needs_reset()
     }
 
     /// Returns the device-specific registers. Values that span several registers are read by

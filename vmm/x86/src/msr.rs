@@ -39,6 +39,9 @@ const HWCR_WRITABLE: u64 = 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 18 | HWCR_TS
 const DE_CFG_LFENCE: u64 = 1 << 1;
 /// [`probe::MISC_ENABLE`]: fast string operations.
 const FAST_STRINGS: u64 = 1 << 0;
+/// [`DEBUG_CTL`]: recording of the last branch (LBR), single steps of branches (BTF). Linux sets
+/// BTF for a debugger's `PTRACE_SINGLEBLOCK`, and does not expect a fault.
+const DEBUG_CTL_WRITABLE: u64 = 1 << 0 | 1 << 1;
 /// A microcode revision that no kernel treats as outdated.
 const PATCH: u64 = 0x0100_0065;
 
@@ -51,6 +54,8 @@ pub struct Msrs {
     tsc_adjust: u64,
     misc_enable: u64,
     mcg_status: u64,
+    /// Without effect.
+    debug_ctl: u64,
     mtrr_default: u64,
     mtrr_fixed: [u64; 11],
     mtrr_variable: [u64; 2 * VARIABLE],
@@ -75,6 +80,7 @@ impl Msrs {
             tsc_adjust: 0,
             misc_enable: FAST_STRINGS,
             mcg_status: 0,
+            debug_ctl: 0,
             mtrr_default: MTRR_ENABLE | MTRR_FIXED | WRITE_BACK,
             mtrr_fixed: [0x0606_0606_0606_0606; 11],
             mtrr_variable,
@@ -120,13 +126,13 @@ impl Msrs {
             probe::DE_CFG => self.de_cfg,
             probe::PATCH_LEVEL => PATCH,
             probe::MCG_STATUS => self.mcg_status,
+            DEBUG_CTL => self.debug_ctl,
             VM_CR => vm_cr::LOCK | vm_cr::SVMDIS,
             kvm::SYSTEM_TIME => self.system_time,
             kvm::WALL_CLOCK => self.wall_clock,
             // No machine-check banks, SMM, power states or extensions.
             probe::MCG_CAP
             | probe::PLATFORM_ID
-            | DEBUG_CTL
             | VM_HSAVE_PA
             | probe::EVENT_SELECT_0..=probe::COUNTER_3
             | probe::SYSCFG
@@ -180,7 +186,7 @@ impl Msrs {
                 Some(())
             }
             probe::MCG_STATUS => store(&mut self.mcg_status, 7),
-            DEBUG_CTL if value == 0 => Some(()),
+            DEBUG_CTL => store(&mut self.debug_ctl, DEBUG_CTL_WRITABLE),
             probe::PATCH_LEVEL
             | probe::PATCH_LOADER
             | probe::EVENT_SELECT_0..=probe::COUNTER_3
@@ -265,6 +271,11 @@ impl Cpu {
         let done = match msr {
             EFER => write_efer(vcpu, platform, value),
             PAT if !are_types(value, TYPES | TYPE_UC_MINUS) => None,
+            LSTAR | CSTAR | KERNEL_GS_BASE | SYSENTER_ESP | SYSENTER_EIP
+                if !is_canonical(value) =>
+            {
+                None
+            }
             TSC => {
                 let offset = value.wrapping_sub(platform.counter());
                 self.set_tsc_offset(vcpu, platform, offset);
@@ -412,6 +423,20 @@ fn write_wall_clock<P: PcPlatform>(platform: &P, address: u64) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn single_steps_of_branches_are_storage() {
+        let mut msrs = Msrs::new(40);
+        assert_eq!(msrs.read(DEBUG_CTL), Some(0));
+        for value in [2, 3, 0, 1] {
+            assert_eq!(msrs.write(DEBUG_CTL, value), Some(()));
+            assert_eq!(msrs.read(DEBUG_CTL), Some(value));
+        }
+        for value in [1 << 2, 1 << 6, 1 << 14, 1 << 63] {
+            assert_eq!(msrs.write(DEBUG_CTL, value), None, "{value:#x}");
+        }
+        assert_eq!(msrs.read(DEBUG_CTL), Some(1));
+    }
 
     /// A guest may request the structure any number of times.
     #[test]

@@ -8,6 +8,8 @@ use super::*;
 
 pub const PHYSICAL: u64 = 1 << 32;
 const MILLISECOND: u64 = 1_000_000;
+/// Of `ERROR`: the link came up or was lost.
+const LINK_CHANGED: u32 = 1 << 16;
 
 /// Faults and delays of the disk.
 #[derive(Clone, Debug)]
@@ -18,6 +20,8 @@ pub struct FakeConfig {
     pub queues: bool,
     /// 64-bit addresses are supported.
     pub wide: bool,
+    /// First word of the serial number.
+    pub serial: u16,
     /// Word of the identity about the size of sectors.
     pub sector_size: u16,
     /// Sectors that cannot be read or written.
@@ -45,6 +49,7 @@ impl Default for FakeConfig {
             number: 2,
             queues: true,
             wide: true,
+            serial: 1,
             sector_size: 0,
             bad: BTreeSet::new(),
             fails_flush: false,
@@ -128,6 +133,21 @@ impl<'m> Fake<'m> {
         self.state.borrow_mut().countdown = Some(accesses);
     }
 
+    /// Lets nanoseconds pass.
+    pub fn pass(&self, time: u64) {
+        self.state.borrow_mut().now += time;
+    }
+
+    /// Reports an error, without a command.
+    pub fn interrupt(&self, error: u32) {
+        self.state.borrow_mut().interrupts |= error;
+    }
+
+    /// Loses the link, which comes up again.
+    pub fn lose_link(&self) {
+        self.state.borrow_mut().errors |= LINK_CHANGED;
+    }
+
     /// Returns the commands executed without an error: ATA command and sector.
     pub fn done(&self) -> std::vec::Vec<(u8, u64)> {
         self.state.borrow().done.clone()
@@ -207,6 +227,7 @@ impl<'m> Fake<'m> {
             let cell = &self.memory[(IDENTITY + 2 * word) / 8];
             cell.fetch_or(value << (16 * (word % 4)), Ordering::Relaxed);
         };
+        set(10, self.config().serial.into());
         set(83, 1 << 10);
         set(106, self.config().sector_size.into());
         set(76, u64::from(self.config().queues) << 8);
@@ -275,7 +296,7 @@ impl<'m> Fake<'m> {
             (state.busy, state.needs_link_reset) = (false, false);
             state.resets_of_link += 1;
             // The link was lost, as in every reset.
-            state.interrupts |= 1 << 22;
+            state.errors |= LINK_CHANGED;
         }
         state.link_control = value;
     }
@@ -314,6 +335,9 @@ impl Controller for &Fake<'_> {
         let present = state.link_from != u64::MAX;
         let since = |from| state.now >= from;
         match offset % PORT_LENGTH {
+            port::INTERRUPTS if state.errors & LINK_CHANGED != 0 => {
+                state.interrupts | port::LINK_CHANGED
+            }
             port::INTERRUPTS => state.interrupts,
             port::COMMAND => {
                 let running = state.command & port::START != 0 || !since(state.running_until);

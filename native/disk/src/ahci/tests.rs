@@ -6,6 +6,7 @@ use proto::service::{DiskClient, DiskRange};
 
 use super::fake::{Fake, FakeConfig, PHYSICAL, memory};
 use super::*;
+use crate::device::{COMMAND_LIMIT, RECORD_WORDS};
 use crate::server::{BlockServer, Extent, info};
 
 fn new<'m>(
@@ -13,7 +14,18 @@ fn new<'m>(
     memory: &'m [AtomicU64],
     port: Option<u8>,
 ) -> Result<AhciDisk<'m, &'m Fake<'m>>, AhciError> {
-    AhciDisk::new(fake, port, memory, PHYSICAL, PHYSICAL + BYTES)
+    let words = [const { AtomicU64::new(0) }; RECORD_WORDS];
+    new_with(fake, memory, port, &words)
+}
+
+fn new_with<'m>(
+    fake: &'m Fake<'m>,
+    memory: &'m [AtomicU64],
+    port: Option<u8>,
+    record: &[AtomicU64],
+) -> Result<AhciDisk<'m, &'m Fake<'m>>, AhciError> {
+    let record = DiskRecord::new(record).unwrap();
+    AhciDisk::new(fake, port, memory, (PHYSICAL, PHYSICAL + BYTES), record)
 }
 
 fn command(operation: Operation, sector: u64) -> Command {
@@ -32,13 +44,39 @@ fn a_disk_is_set_up() {
     assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
 }
 
+/// Clients repeat their writes to the next server, which must not execute them on another disk.
+#[test]
+fn a_later_server_takes_no_other_disk() {
+    let memory = memory();
+    let words = [const { AtomicU64::new(0) }; RECORD_WORDS];
+    let usual = FakeConfig::default();
+    let fake = Fake::new(usual.clone(), &memory);
+    let outcome = |config: FakeConfig, port| {
+        fake.change(config);
+        new_with(&fake, &memory, port, &words).map(drop)
+    };
+    assert_eq!(outcome(usual.clone(), None), Ok(()));
+    assert_eq!(outcome(usual.clone(), None), Ok(()));
+    // The disk is silent, and the next port has one, too.
+    let next = FakeConfig { number: 3, ..usual.clone() };
+    assert_eq!(outcome(next.clone(), None), Err(AhciError::NoDisk));
+    assert_eq!(outcome(next, Some(3)), Err(AhciError::NoDisk));
+    let other = FakeConfig { serial: 7, ..usual.clone() };
+    assert_eq!(outcome(other, None), Err(AhciError::OtherDisk(OtherDisk)));
+    assert_eq!(outcome(usual, None), Ok(()));
+    let text = AhciError::OtherDisk(OtherDisk).to_string();
+    assert!(text.ends_with("attach that disk again, or restart the machine"), "{text}");
+}
+
 /// A controller without 64-bit addresses would use the memory 4 GiB below.
 #[test]
 fn memory_is_where_the_controller_can_access_it() {
     let outcome = |wide, end| {
         let memory = memory();
         let fake = Fake::new(FakeConfig { wide, ..FakeConfig::default() }, &memory);
-        AhciDisk::new(&fake, None, &memory, 1 << 20, end).map(drop)
+        let words = [const { AtomicU64::new(0) }; RECORD_WORDS];
+        let record = DiskRecord::new(&words).unwrap();
+        AhciDisk::new(&fake, None, &memory, (1 << 20, end), record).map(drop)
     };
     assert_eq!(outcome(true, u64::MAX), Ok(()));
     assert_eq!(outcome(false, 1 << 32), Ok(()));
@@ -155,6 +193,73 @@ fn a_controller_that_is_switched_off_completes_nothing() {
     }
 }
 
+/// A disk that stops interrupts no more.
+#[test]
+fn a_command_that_does_not_end_is_the_end() {
+    let memory = memory();
+    let fake = Fake::new(FakeConfig::default(), &memory);
+    let mut disk = new(&fake, &memory, None).unwrap();
+    disk.start(0, &command(Operation::Read, 7));
+    fake.pass(COMMAND_LIMIT);
+    disk.flush_doorbell();
+    fake.pass(COMMAND_LIMIT - 1);
+    assert_eq!(disk.completed(), Ok(None));
+    fake.pass(1);
+    // It has completed meanwhile, however late.
+    fake.end_one();
+    assert_eq!(disk.completed(), Ok(Some((0, Status::Ok))));
+    disk.start(1, &command(Operation::Read, 7));
+    disk.flush_doorbell();
+    fake.pass(COMMAND_LIMIT);
+    assert_eq!(disk.completed(), Err(OVERDUE));
+}
+
+/// The link may have been lost with the disk, and the next one is another. Its interrupt by line
+/// would never end.
+#[test]
+fn a_lost_link_is_the_end() {
+    let lost = Err(DeviceError("the link to the disk was lost"));
+    for has_interrupted in [true, false] {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig::default(), &memory);
+        let mut disk = new(&fake, &memory, None).unwrap();
+        fake.lose_link();
+        if has_interrupted {
+            disk.acknowledge_interrupt();
+            assert_eq!(disk.completed(), lost);
+        }
+        disk.start(0, &command(Operation::Write, 7));
+        disk.flush_doorbell();
+        assert_eq!(fake.pending(), 0, "not issued");
+        assert_eq!(disk.completed(), lost);
+    }
+}
+
+/// An error that comes without commands is not the next one's, and its interrupt ends.
+#[test]
+fn an_error_without_commands_fails_none() {
+    const INTERRUPTS: u64 = PORT + port::INTERRUPTS + 2 * PORT_LENGTH;
+    const FATAL: u32 = 1 << 27;
+    for has_interrupted in [true, false] {
+        let memory = memory();
+        let fake = Fake::new(FakeConfig::default(), &memory);
+        let mut disk = new(&fake, &memory, None).unwrap();
+        fake.interrupt(FATAL);
+        if has_interrupted {
+            disk.acknowledge_interrupt();
+            assert_eq!(disk.completed(), Ok(None));
+            assert_eq!((&fake).read(INTERRUPTS), 0);
+        }
+        disk.start(0, &command(Operation::Write, 7));
+        disk.flush_doorbell();
+        let status = (0..3).find_map(|_| {
+            fake.end_one();
+            disk.completed().unwrap()
+        });
+        assert_eq!(status, Some((0, Status::Ok)));
+    }
+}
+
 #[test]
 fn of_several_only_the_bad_one_fails() {
     let memory = memory();
@@ -233,6 +338,34 @@ fn a_flush_that_fails_with_the_controller_fails_in_the_next_server() {
     let bad = FakeConfig { fails_flush: true, ready: 40_000, stays_busy: true, ..good.clone() };
     assert_eq!(run(bad, 1), [Err(DeviceError("the disk stays busy after an error"))]);
     assert_eq!(run(good, 3), [Ok(Status::Failed), Ok(Status::Ok), Ok(Status::Ok)]);
+}
+
+#[test]
+fn kinds_take_turns() {
+    const PLAIN: u32 = 0b0011;
+    let cases = [
+        // With no command in flight: the waiting slots, and of both kinds the one that was not
+        // issued last.
+        (0b1100, 0, true, 0b1100),
+        (0b0011, 0, true, 0b0001),
+        (0b0110, 0, false, 0b0010),
+        (0b0110, 0, true, 0b0100),
+        // Further queued commands while no plain one waits, and no command beside a plain one.
+        (0b0100, 0b1000, false, 0b0100),
+        (0b0101, 0b1000, false, 0),
+        (0b0101, 0b1000, true, 0),
+        (0b0101, 0b0010, true, 0),
+        (0b0100, 0b0010, true, 0),
+        (0b0001, 0b0010, true, 0),
+        (0, 0, false, 0),
+    ];
+    for (waiting, issued, last_was_plain, next) in cases {
+        assert_eq!(
+            next_slots(waiting, issued, PLAIN, last_was_plain),
+            next,
+            "{waiting:b} {issued:b}"
+        );
+    }
 }
 
 proptest! {

@@ -394,6 +394,11 @@ fn msrs() {
         (0xc000_0080, 0xd01, true),
         (0xc000_0080, 0x1d01, false), // SVME
         (0xc000_0101, 1 << 62, false),
+        (0xc000_0082, 1 << 47, false),
+        (0xc000_0083, 1 << 62, false),
+        (0xc000_0102, 1 << 62, false),
+        (0x175, 1 << 62, false),
+        (0x176, 1 << 62, false),
         (0xc001_0015, 1 << 24 | 1 << 8, true),
         (0x1234, 0, false),
     ];
@@ -404,7 +409,8 @@ fn msrs() {
             assert_eq!(access(&mut vcpu, &mut platform, msr, None), Some(value), "MSR {msr:#x}");
         }
     }
-    assert_eq!(platform.unknown.len(), 6);
+    assert_eq!(platform.unknown.len(), 11);
+    assert_eq!(vcpu.get(Reg::Lstar), 0xffff_8000_0000_1000);
     assert_eq!(access(&mut vcpu, &mut platform, 0x1234, None), None);
     assert_eq!(access(&mut vcpu, &mut platform, 0x1b, None), Some(0x55));
     // The time-stamp counter.
