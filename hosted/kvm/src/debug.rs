@@ -34,8 +34,8 @@ pub struct DebugStops<'s> {
 }
 
 impl DebugStops<'_> {
-    /// Stops until the debugger resumes the vCPU, with these registers. Returns `true` to step one
-    /// instruction.
+    /// Stops until the debugger resumes the vCPU or the VM ends, with these registers. Returns
+    /// `true` to step one instruction.
     pub fn halt(&self, why: u32, registers: &mut [u64; register::COUNT]) -> bool {
         self.gate.outside_guest(|| self.shared.halt(self.index, why, registers, self))
     }
@@ -48,10 +48,11 @@ impl DebugHost for DebugStops<'_> {
         let _ = stream.write(&[control::HALTED]);
     }
 
-    fn wait(&self, word: &AtomicU32) {
+    fn wait(&self, word: &AtomicU32) -> bool {
         let time = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
         // Early returns are allowed.
         let _ = futex::wait(word, futex::Flags::empty(), command::WAIT, Some(&time));
+        !self.gate.has_ended()
     }
 
     fn on_resume(&self) {
@@ -134,5 +135,8 @@ mod tests {
         shared.vcpus[0].halted.store(1, SeqCst);
         stop(&shared, &vcpu_threads);
         assert_eq!(vcpu_threads.map(|vcpu_thread| vcpu_thread.take_events()), [0, event::DEBUG]);
+        // The VM ends while this vCPU is stopped.
+        gate.end();
+        assert!(!stops.halt(reason::STEP, &mut [0; register::COUNT]));
     }
 }

@@ -59,6 +59,12 @@ impl PauseGate {
         self.state().is_closed = false;
         self.changed.notify_all();
     }
+
+    /// Returns whether the VM has ended.
+    pub fn has_ended(&self) -> bool {
+        self.state().has_ended
+    }
+
     /// Releases all vCPUs for good, because the VM has ended.
     pub fn end(&self) {
         self.state().has_ended = true;

@@ -132,7 +132,7 @@ fn events(control: &Control) -> Result<Response<Payload>, ProblemDetails> {
         ProblemDetails::new(StatusCode::SERVICE_UNAVAILABLE, "too many event subscribers (limit 8)")
     })?;
     let mut response = response("application/jsonl", Bytes::new());
-    *response.body_mut() = Payload { text: None, rest: Some(listener) };
+    *response.body_mut() = Payload { text: None, rest: Some(listener.into()) };
     Ok(response)
 }
 

@@ -20,7 +20,12 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 use tail::TailFile;
+
+/// Time between two attempts to accept a client after a failure. The VM's events wait meanwhile.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Open host end of a console line.
 pub enum HostConsole {
@@ -164,6 +169,11 @@ impl HostConsole {
                         client.set_nonblocking(true)?;
                         Ok(client)
                     });
+                    if accepted.as_ref().is_err_and(|it| it.kind() != io::ErrorKind::WouldBlock) {
+                        // Most likely file descriptors are exhausted. The client still waits, and
+                        // the event loop would spin.
+                        thread::sleep(ACCEPT_INTERVAL);
+                    }
                     socket.client = accepted.ok();
                     return Input::Nothing;
                 };

@@ -38,6 +38,8 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Longest queue of pending commands.
 const MAX_COMMANDS: usize = 16;
+/// Places beyond it for the end of the VM and for the debugger, which must not depend on others.
+const MORE_COMMANDS: usize = 16;
 /// Longest wait for the guest's report on its memory, and the interval between two looks at it.
 const GUEST_TIMEOUT: Duration = Duration::from_millis(200);
 const GUEST_INTERVAL: Duration = Duration::from_millis(2);
@@ -79,6 +81,8 @@ struct VmStatus {
     start: Option<Duration>,
     /// Number of restarts.
     resets: u64,
+    /// Exit code of a VM that has ended.
+    code: u8,
     /// Process ID of the VM's first process.
     process: Option<u32>,
     /// Guest memory, and the memory shared with the VM's processes.
@@ -195,6 +199,7 @@ impl Control {
             began: Instant::now(),
             start: None,
             resets: 0,
+            code: 0,
             process: None,
             memory: None,
             counters: None,
@@ -237,6 +242,7 @@ impl Control {
         status.guest_reports = GuestReports::default();
         status.balloon = balloon(&self.0.config);
         status.events.record(Event::Started { process });
+        status.notify_debugger();
     }
 
     /// Records that the VM waits for boot: see [`Self::await_boot`].
@@ -293,8 +299,24 @@ impl Control {
         self.status().state
     }
 
-    /// Returns guest memory and the memory shared with the VM's processes; `None` before the first
-    /// start and after the exit.
+    /// Returns the exit code of a VM that has ended.
+    pub fn exit_code(&self) -> u8 {
+        self.status().code
+    }
+
+    /// Returns the number of restarts.
+    pub fn resets(&self) -> u64 {
+        self.status().resets
+    }
+
+    /// Returns whether the VM's processes run: not before the first start, after the exit, and
+    /// between the two at a restart.
+    pub fn has_process(&self) -> bool {
+        self.status().process.is_some()
+    }
+
+    /// Returns guest memory and the memory shared with the VM's processes; `None` while it has no
+    /// processes.
     pub fn memory(&self) -> Option<(File, File)> {
         let status = self.status();
         let (memory, shared) = status.memory.as_ref().filter(|_| status.process.is_some())?;
@@ -310,6 +332,7 @@ impl Control {
             let _ = answer.send(Err("the VM restarts".to_owned()));
         }
         status.resets += 1;
+        status.notify_debugger();
         status.events.record(Event::Reset { code });
     }
 
@@ -318,6 +341,7 @@ impl Control {
     pub fn ended(&self, code: u8, reason: &str) {
         let mut status = self.status();
         status.state = State::Ended;
+        status.code = code;
         status.notify_debugger();
         status.process = None;
         status.discard_commands();
@@ -465,10 +489,15 @@ impl Control {
         let mut status = self.status();
         // A dropped sender signals that the VM has exited.
         if status.state != State::Ended {
-            if status.commands.len() < MAX_COMMANDS {
+            let limit = match command {
+                Command::Halt | Command::Go | Command::Terminate => MAX_COMMANDS + MORE_COMMANDS,
+                _ => MAX_COMMANDS,
+            };
+            if status.commands.len() < limit {
                 status.commands.push_back((command, answer));
             } else {
-                let _ = answer.send(Err("too many pending commands (limit 16)".to_owned()));
+                let text = format!("too many pending commands (limit {limit})");
+                let _ = answer.send(Err(text));
             }
         }
         self.wake_supervisor();

@@ -36,8 +36,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Interval of looks whether the VM has processes.
-const START_INTERVAL: Duration = Duration::from_millis(5);
 /// Time for the debugger to receive the VM's exit.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -91,6 +89,7 @@ impl Debugger {
             news,
             connection: None,
             connected: Arc::clone(&connected),
+            resets: 0,
             breakpoints: BTreeMap::new(),
             seen: vec![0; vcpus.into()],
             actions: BTreeMap::new(),
@@ -131,19 +130,17 @@ impl Drop for Debugger {
 /// processes wait for them.
 fn serve(session: &mut Session, listener: &Listener) {
     while !session.has_ended() {
-        if session.is_before_start() {
-            thread::sleep(START_INTERVAL);
-            continue;
-        }
-        let (mut fds, idle) = (
-            [listener.descriptor(), session.news.as_fd()]
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
-            Timespec { tv_sec: 1, tv_nsec: 0 },
-        );
-        let _ = poll(&mut fds, Some(&idle));
-        let is_news = !fds[1].revents().is_empty();
+        let fds = [session.news.as_fd(), listener.descriptor()];
+        let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        let count = if session.is_before_start() { 1 } else { fds.len() };
+        let _ = poll(&mut fds[..count], Some(&Timespec { tv_sec: 1, tv_nsec: 0 }));
+        let is_news = !fds[0].revents().is_empty();
         if is_news {
             session.drain();
+        }
+        // The VM may have started, restarted or ended.
+        if is_news || count == 1 {
+            continue;
         }
         let (connection, copy, second) = match accept(listener) {
             Ok(accepted) => accepted,
@@ -156,6 +153,7 @@ fn serve(session: &mut Session, listener: &Listener) {
         };
         *session.connected.lock().unwrap_or_else(PoisonError::into_inner) = Some(second);
         session.connection = Some(copy);
+        session.begin();
         if let Err(error) = protocol::serve(session, connection) {
             say(Level::Warn, &format!("debugger connection failed: {error}"));
         }
@@ -180,19 +178,24 @@ mod tests {
 
     #[test]
     fn an_early_connection_waits_for_the_start() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("gdb");
-        let endpoint = format!("unix={}", path.display());
-        let endpoint = GdbEndpoint::parse(&endpoint).unwrap();
-        let (control, _wakeup) = Control::new(Config::default(), 1 << 20, "kvm", None).unwrap();
-        let ram = Ram { low: 1 << 20, size: 1 << 20 };
-        let debugger = Debugger::start(&endpoint, control, GuestKernel::Kvm, (1, ram)).unwrap();
-        let mut connection = UnixStream::connect(&path).unwrap();
-        connection.write_all(b"+$?#3f").unwrap();
-        connection.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-        let read = connection.read(&mut [0]);
-        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
-        drop(debugger);
+        for waits_for_boot in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("gdb");
+            let endpoint = format!("unix={}", path.display());
+            let endpoint = GdbEndpoint::parse(&endpoint).unwrap();
+            let (control, _wakeup) = Control::new(Config::default(), 1 << 20, "kvm", None).unwrap();
+            if waits_for_boot {
+                control.created();
+            }
+            let ram = Ram { low: 1 << 20, size: 1 << 20 };
+            let debugger = Debugger::start(&endpoint, control, GuestKernel::Kvm, (1, ram)).unwrap();
+            let mut connection = UnixStream::connect(&path).unwrap();
+            connection.write_all(b"+$?#3f").unwrap();
+            connection.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+            let read = connection.read(&mut [0]);
+            assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            drop(debugger);
+        }
     }
 
     #[test]

@@ -63,6 +63,8 @@ struct Verdict {
 
 /// Runs QEMU to its end and returns the exit code.
 pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<u8, Failure> {
+    let disks = system.disks.iter().map(|disk| disk.path.as_path());
+    disks.chain([&*options.log]).chain(options.iso.as_deref()).try_for_each(check_text)?;
     system.disks.iter().try_for_each(|disk| check_disk(&disk.path))?;
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
         .map_err(|failure| failure.help(qemu_help(system)))?;
@@ -110,6 +112,15 @@ fn reserve_log(path: &Path) -> Result<File, Failure> {
     }
     log.set_len(0).file_error("write", path)?;
     Ok(log)
+}
+
+/// Checks that a path can be a part of an option.
+fn check_text(path: &Path) -> Result<(), Failure> {
+    if path.to_str().is_some() {
+        return Ok(());
+    }
+    let text = format!("the path {} is not UTF-8", path.display());
+    Err(Failure::new(failure::USAGE, text).help("rename the file, or its folder"))
 }
 
 /// Checks that QEMU can open a disk, for a better message than its own.
@@ -323,15 +334,18 @@ fn drive_argument(disk: &EmulatedDisk, number: usize) -> String {
     )
 }
 
-/// Escapes a path for QEMU's comma-separated options.
+/// Escapes a path for QEMU's comma-separated options. A colon in the first component would end the
+/// name of a protocol.
 fn option_path(path: &Path) -> String {
-    path.to_string_lossy().replace(',', ",,")
+    Path::new(".").join(path).to_string_lossy().replace(',', ",,")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use hosted_command::input::testing::with_named_pipe;
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
     use std::process::ExitStatus;
 
     fn exited(code: i32) -> Verdict {
@@ -396,7 +410,11 @@ mod tests {
     }
 
     #[test]
-    fn commas_in_paths() {
-        assert_eq!(option_path(Path::new("a,b/c")), "a,,b/c");
+    fn paths_in_options() {
+        assert_eq!(option_path(Path::new("/a,b/c")), "/a,,b/c");
+        assert_eq!(option_path(Path::new("a:b.img")), "./a:b.img");
+        check_text(Path::new("a:b.img")).unwrap();
+        let failure = check_text(Path::new(OsStr::from_bytes(b"\xff.img"))).unwrap_err();
+        assert_eq!(failure.code(), failure::USAGE);
     }
 }

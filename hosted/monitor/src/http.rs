@@ -15,7 +15,7 @@ use std::convert::Infallible;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -88,7 +88,7 @@ pub async fn serve(
         let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { continue };
         let service = service.clone();
         tokio::spawn(async move {
-            connection(stream, &service).await;
+            connection(stream, &service, TIMEOUT).await;
             drop(permit);
         });
     }
@@ -98,35 +98,49 @@ pub async fn serve(
 }
 
 /// Serves one request of a connection. A client may close its direction after the request, as
-/// `nc -N` does, and still gets the response; a stream of events ends then.
-async fn connection(stream: impl AsyncRead + AsyncWrite + Unpin, service: &impl Service) {
-    let (replies, streams) = (AtomicBool::new(false), AtomicBool::new(false));
+/// `nc -N` does, and still gets the response; a stream of events ends then. `limit`: time for the
+/// request and its response, and for the rest of a stream after its end.
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    service: &impl Service,
+    limit: Duration,
+) {
+    let (replies, lines) = (AtomicBool::new(false), OnceLock::new());
     let hidden = Mutex::new(None::<Waker>);
     let handler = service_fn(|request| {
-        let (streams, hidden) = (&streams, &hidden);
+        let (lines, hidden) = (&lines, &hidden);
         // Before hyper reads on.
         replies.store(true, Relaxed);
         async move {
             let reply = service.reply(request).await;
             let reply = reply.unwrap_or_else(ProblemDetails::into_response);
-            streams.store(reply.body().rest.is_some(), Relaxed);
+            if let Some(rest) = &reply.body().rest {
+                lines.get_or_init(|| rest.clone());
+            }
             if let Some(end) = hidden.lock().unwrap_or_else(PoisonError::into_inner).take() {
                 end.wake();
             }
             Ok::<_, Infallible>(reply)
         }
     });
-    let stream = Patient { stream, replies: &replies, streams: &streams, hidden: &hidden };
+    let stream = Patient { stream, replies: &replies, lines: &lines, hidden: &hidden };
     let mut connection = std::pin::pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(TIMEOUT)
+            .header_read_timeout(limit)
             .max_buf_size(HEAD)
             .keep_alive(false)
             .serve_connection(TokioIo::new(stream), handler)
     );
     // Errors of the connection concern only the client.
-    while tokio::time::timeout(TIMEOUT, &mut connection).await.is_err() && streams.load(Relaxed) {}
+    let mut is_ending = false;
+    while tokio::time::timeout(limit, &mut connection).await.is_err() {
+        match lines.get() {
+            // hyper sees the end only once the client has read what precedes it.
+            Some(lines) if !is_ending => is_ending = lines.has_ended(),
+            _ => break,
+        }
+    }
 }
 
 /// Stream whose end hyper does not see while a response is made: it would make none. hyper's own
@@ -135,8 +149,8 @@ struct Patient<'a, S> {
     stream: S,
     /// A request has arrived.
     replies: &'a AtomicBool,
-    /// Its response is a stream of events.
-    streams: &'a AtomicBool,
+    /// Lines of a response that is a stream of events.
+    lines: &'a OnceLock<Lines>,
     /// Wakes the connection, whose end was hidden.
     hidden: &'a Mutex<Option<Waker>>,
 }
@@ -150,7 +164,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<'_, S> {
         let before = room.remaining();
         let read = Pin::new(&mut self.stream).poll_read(context, room);
         let has_ended = matches!(read, Poll::Ready(Ok(()))) && room.remaining() == before;
-        if !has_ended || !self.replies.load(Relaxed) || self.streams.load(Relaxed) {
+        if !has_ended || !self.replies.load(Relaxed) || self.lines.get().is_some() {
             return read;
         }
         let waker = context.waker().clone();
@@ -182,7 +196,28 @@ pub struct Payload {
     /// Text that comes first.
     pub text: Option<Bytes>,
     /// Lines after it.
-    pub rest: Option<mpsc::Receiver<Bytes>>,
+    pub rest: Option<Lines>,
+}
+
+/// Streamed lines, shared by a body and the connection that sends it.
+#[derive(Clone)]
+pub struct Lines(Arc<Mutex<mpsc::Receiver<Bytes>>>);
+
+impl From<mpsc::Receiver<Bytes>> for Lines {
+    fn from(receiver: mpsc::Receiver<Bytes>) -> Self {
+        Self(Arc::new(Mutex::new(receiver)))
+    }
+}
+
+impl Lines {
+    fn receiver(&self) -> MutexGuard<'_, mpsc::Receiver<Bytes>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether no lines follow those that wait to be sent.
+    fn has_ended(&self) -> bool {
+        self.receiver().is_closed()
+    }
 }
 
 impl Body for Payload {
@@ -194,9 +229,9 @@ impl Body for Payload {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let frame = |bytes: Bytes| Ok(Frame::data(bytes));
-        match (self.text.take(), &mut self.rest) {
+        match (self.text.take(), &self.rest) {
             (Some(text), _) => Poll::Ready(Some(frame(text))),
-            (None, Some(rest)) => rest.poll_recv(context).map(|line| line.map(frame)),
+            (None, Some(rest)) => rest.receiver().poll_recv(context).map(|line| line.map(frame)),
             (None, None) => Poll::Ready(None),
         }
     }
@@ -299,7 +334,7 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    /// Replies after a moment: with a text, or with events that do not come.
+    /// Replies after a moment: with a text, with events that do not come, or with the last events.
     #[derive(Clone)]
     struct Late;
 
@@ -313,19 +348,28 @@ mod tests {
             if request.uri().path() == "/events" {
                 let (sender, events) = mpsc::channel(1);
                 std::mem::forget(sender);
-                response.body_mut().rest = Some(events);
+                response.body_mut().rest = Some(events.into());
+            }
+            if request.uri().path() == "/last-events" {
+                let (sender, events) = mpsc::channel(1);
+                sender.send(vec![b'x'; 1 << 20].into()).await.unwrap();
+                response.body_mut().rest = Some(events.into());
             }
             Ok(response)
         }
     }
 
-    fn exchange(request: &str) -> String {
+    fn run<T>(act: impl Future<Output = T>) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
+        runtime.block_on(act)
+    }
+
+    fn exchange(request: &str) -> String {
+        run(async {
             let (mut client, server) = UnixStream::pair().unwrap();
             client.write_all(request.as_bytes()).await.unwrap();
             client.shutdown().await.unwrap();
-            connection(server, &Late).await;
+            connection(server, &Late, TIMEOUT).await;
             let mut text = String::new();
             client.read_to_string(&mut text).await.unwrap();
             text
@@ -338,5 +382,16 @@ mod tests {
         // They end, and so do requests that are not complete.
         assert!(exchange("GET /events HTTP/1.0\r\n\r\n").starts_with("HTTP/1.0 200"));
         assert_eq!(exchange("GET /late"), "");
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_the_last_events_is_disconnected() {
+        run(async {
+            let (mut client, server) = UnixStream::pair().unwrap();
+            client.write_all(b"GET /last-events HTTP/1.0\r\n\r\n").await.unwrap();
+            let served = connection(server, &Late, Duration::from_millis(200));
+            let ended = tokio::time::timeout(Duration::from_secs(60), served).await;
+            ended.expect("the connection stays open");
+        });
     }
 }

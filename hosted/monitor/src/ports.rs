@@ -1,11 +1,12 @@
 //! Ports of the virtio console and their host ends.
 //!
 //! One stream of frames ([`proto::ports`]) connects them with the device model. A port is read only
-//! while the guest has it open and has room for the input, so no port delays another one.
+//! while the guest has it open and has room for the input, so no port delays another one. A
+//! terminal in raw mode is always read, because of the keys for `parador`.
 
 use crate::config::port::PortConfig;
 use crate::console::{HostConsole, Input};
-use crate::terminal::Keys;
+use crate::terminal::{Keys, MAX_KEYS};
 use hosted_command::failure::{Failure, IoContext};
 use proto::ports::{FrameKind, HEADER, Header, IS_CONSOLE, WINDOW};
 use rustix::event::PollFlags;
@@ -55,6 +56,8 @@ struct PortLine<'a> {
     known_open: bool,
     /// Bytes that may be sent to the device model.
     credit: usize,
+    /// Input that has not been sent to the device model yet.
+    input: Vec<u8>,
     /// The input has ended.
     has_ended: bool,
     /// The output has failed: it is discarded.
@@ -67,15 +70,22 @@ impl PortLine<'_> {
         self.port.is_console || !self.has_ended && !self.has_failed && self.port.end.is_connected()
     }
 
-    /// Returns the bytes that may be read. [`Keys::pass`] can add one.
-    fn room(&self) -> usize {
-        self.credit.saturating_sub(1)
-    }
-
     /// Returns whether the host end is to be polled: for clients always, for input with room.
     fn wants_input(&self) -> bool {
-        let has_room = self.guest_open && self.room() > 0;
+        let has_room = self.guest_open && self.credit > 0;
         !self.has_ended && (has_room || !self.port.end.is_connected())
+    }
+
+    /// Takes input; `keys` are those of a terminal in raw mode. Returns `true` if the user ends the
+    /// VM.
+    fn take(&mut self, bytes: &[u8], keys: Option<&mut Keys>) -> bool {
+        let Some(keys) = keys else {
+            self.input.extend(bytes);
+            return false;
+        };
+        let is_over = keys.pass(bytes, &mut self.input);
+        self.input.truncate(MAX_KEYS);
+        is_over
     }
 }
 
@@ -111,6 +121,7 @@ impl<'a> PortMux<'a> {
             guest_open: false,
             known_open: false,
             credit: WINDOW.into(),
+            input: Vec::new(),
             has_ended: false,
             has_failed: false,
         });
@@ -140,16 +151,19 @@ impl<'a> PortMux<'a> {
         })
     }
 
-    /// Returns the descriptors to poll and the events to wait for.
-    pub fn interest(&self) -> Vec<(PortSource, BorrowedFd<'_>, PollFlags)> {
+    /// Returns the descriptors to poll and their events. `raw`: a terminal is in raw mode.
+    pub fn interest(&self, raw: bool) -> Vec<(PortSource, BorrowedFd<'_>, PollFlags)> {
         let stream = self.stream.as_fd();
         let is_read = self.is_open && self.waits().next().is_none();
         let frames = is_read.then_some((PortSource::Frames, stream, PollFlags::IN));
         let has_frames = self.is_open && !self.pending.is_empty();
         let room = has_frames.then_some((PortSource::Room, stream, PollFlags::OUT));
         let has_room = self.is_open && self.pending.len() < MAX_PENDING;
-        let lines = self.lines.iter().enumerate().filter(|(_, line)| line.wants_input());
-        let inputs = lines.filter(|_| has_room).filter_map(|(index, line)| {
+        let is_read = |line: &PortLine<'_>| {
+            has_room && line.wants_input() || raw && line.port.is_stdio() && !line.has_ended
+        };
+        let lines = self.lines.iter().enumerate().filter(|(_, line)| is_read(line));
+        let inputs = lines.filter_map(|(index, line)| {
             let fd = line.port.end.input()?;
             Some((PortSource::Input(index), fd, PollFlags::IN))
         });
@@ -200,26 +214,31 @@ impl<'a> PortMux<'a> {
     /// Reads input of a port. Returns `true` if the user ends the VM.
     fn input(&mut self, index: usize, keys: Option<&mut Keys>) -> bool {
         let line = &mut self.lines[index];
+        let keys = keys.filter(|_| line.port.is_stdio());
         let mut buffer = [0; WINDOW as usize];
-        // Without room only a connection is expected.
-        let room = line.room().clamp(1, buffer.len());
-        let mut data = Vec::new();
+        // Without room only keys or a connection are expected.
+        let room = if keys.is_some() { buffer.len() } else { line.credit.clamp(1, buffer.len()) };
         let mut is_over = false;
         match line.port.end.read(&mut buffer[..room]) {
-            Input::Bytes(length) => match keys.filter(|_| line.port.is_stdio()) {
-                Some(keys) => is_over = keys.pass(&buffer[..length], &mut data),
-                None => data.extend(&buffer[..length]),
-            },
+            Input::Bytes(length) => is_over = line.take(&buffer[..length], keys),
             Input::Nothing => {}
             Input::End => line.has_ended = true,
         }
-        line.credit = line.credit.saturating_sub(data.len());
-        if !data.is_empty() {
-            self.push(FrameKind::Data, index, &data);
-        }
+        self.forward(index);
         self.report_state(index);
         self.send();
         is_over
+    }
+
+    /// Adds frames with the input of a port, as much as the guest has room for.
+    fn forward(&mut self, index: usize) {
+        let line = &mut self.lines[index];
+        let count = line.credit.min(line.input.len());
+        if line.guest_open && count > 0 {
+            line.credit -= count;
+            let data: Vec<u8> = line.input.drain(..count).collect();
+            self.push(FrameKind::Data, index, &data);
+        }
     }
 
     /// Writes frames to the VM, as much as it takes.
@@ -262,12 +281,16 @@ impl<'a> PortMux<'a> {
         let Some(index) = index.filter(|index| *index < self.lines.len()) else { return Ok(()) };
         let line = &mut self.lines[index];
         match header.kind {
-            FrameKind::Open => line.guest_open = true,
+            FrameKind::Open => {
+                line.guest_open = true;
+                self.forward(index);
+            }
             FrameKind::Close => line.guest_open = false,
             FrameKind::Credit => {
                 if let Ok(count) = <[u8; 2]>::try_from(data) {
                     let credit = line.credit + usize::from(u16::from_le_bytes(count));
                     line.credit = credit.min(WINDOW.into());
+                    self.forward(index);
                 }
             }
             FrameKind::Data if line.has_failed => {}
@@ -311,11 +334,39 @@ mod tests {
     /// Handles all events that are ready.
     fn serve(mux: &mut PortMux<'_>) {
         for _ in 0..20 {
-            let sources: Vec<_> = mux.interest().iter().map(|(source, ..)| *source).collect();
+            let sources: Vec<_> = mux.interest(false).iter().map(|(source, ..)| *source).collect();
             for source in sources {
                 mux.ready(source, None).unwrap();
             }
         }
+    }
+
+    #[test]
+    fn the_keys_for_parador_do_not_wait_for_the_guest() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut ports = [Port::console(HostConsole::stdio().unwrap())];
+        let mut mux = PortMux::new(&ours, &mut ports);
+        let reads = |mux: &PortMux<'_>, raw| {
+            mux.interest(raw).iter().any(|(source, ..)| *source == PortSource::Input(0))
+        };
+        let window = usize::from(WINDOW);
+        let mut keys = Keys::default();
+        assert_eq!([false, true].map(|raw| reads(&mux, raw)), [false, true], "not opened");
+        assert!(!mux.lines[0].take(&vec![b'k'; window + 5], Some(&mut keys)));
+        mux.pending.clear();
+        mux.handle(Header { kind: FrameKind::Open, port: 0, length: 0 }, b"").unwrap();
+        mux.send();
+        let mut sent = vec![0; HEADER + window];
+        theirs.read_exact(&mut sent).unwrap();
+        assert_eq!(sent, frame(FrameKind::Data, 0, &vec![b'k'; window]), "early keys");
+        assert_eq!([false, true].map(|raw| reads(&mux, raw)), [false, true], "no room");
+        let credit = Header { kind: FrameKind::Credit, port: 0, length: 2 };
+        mux.handle(credit, &[9, 0]).unwrap();
+        assert_eq!(mux.pending, frame(FrameKind::Data, 0, b"kkkkk"));
+        assert!(!mux.lines[0].take(&vec![b'k'; 2 * MAX_KEYS], Some(&mut keys)));
+        assert_eq!(mux.lines[0].input.len(), MAX_KEYS);
+        assert!(mux.lines[0].take(b"\x01x", Some(&mut keys)));
     }
 
     #[test]
@@ -356,7 +407,7 @@ mod tests {
         theirs.write_all(&frame(FrameKind::Open, 2, b"")).unwrap();
         serve(&mut mux);
         let first = received(&mut theirs);
-        assert_eq!(first.len(), HEADER + usize::from(WINDOW) - 1, "the window");
+        assert_eq!(first.len(), HEADER + usize::from(WINDOW), "the window");
         theirs.write_all(&frame(FrameKind::Credit, 2, &[9, 0])).unwrap();
         serve(&mut mux);
         assert_eq!(received(&mut theirs), frame(FrameKind::Data, 2, &[b'x'; 9]));
@@ -364,7 +415,7 @@ mod tests {
         theirs.write_all(&frame(FrameKind::Credit, 2, &WINDOW.to_le_bytes())).unwrap();
         theirs.write_all(&frame(FrameKind::Credit, 2, &[1])).unwrap();
         serve(&mut mux);
-        let rest = [b'x'; WINDOW as usize - 8];
+        let rest = [b'x'; WINDOW as usize - 9];
         let last = [frame(FrameKind::Data, 2, &rest), frame(FrameKind::Close, 2, b"")];
         assert_eq!(received(&mut theirs), last.concat());
         drop(theirs);

@@ -10,8 +10,8 @@ use crate::config::name::VmName;
 use crate::console::remove_stale;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::lock::Lock;
-use rustix::fs::{Mode, OFlags, fchmod, open};
-use rustix::process::geteuid;
+use rustix::fs::{Access, Mode, OFlags, access, fchmod, open};
+use rustix::process::{Uid, geteuid};
 use std::env;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -43,8 +43,8 @@ pub struct NamedVm {
 }
 
 impl RuntimeFolder {
-    /// Opens the folder and creates it if necessary: `$XDG_RUNTIME_DIR/parador`, else
-    /// `parador-UID` in the folder for temporary files.
+    /// Opens the folder and creates it if necessary: `$XDG_RUNTIME_DIR/parador`, else of root
+    /// `/run/parador`, of other users `parador-UID` in the folder for temporary files.
     ///
     /// # Errors
     /// It belongs to another user, or others may enter it: 77. It cannot be created.
@@ -186,10 +186,17 @@ fn create(folder: &Path) -> io::Result<()> {
 }
 
 fn place() -> PathBuf {
-    let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    // Root of a user namespace, or of a container, may lack it.
+    let has_run = access("/run", Access::WRITE_OK).is_ok();
+    place_of(env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from), geteuid(), has_run)
+}
+
+fn place_of(runtime: Option<PathBuf>, user: Uid, has_run: bool) -> PathBuf {
     match runtime.filter(|folder| folder.is_absolute() && folder.is_dir()) {
         Some(folder) => folder.join(NAME),
-        None => env::temp_dir().join(format!("{NAME}-{}", geteuid().as_raw())),
+        // Programs that clean `/tmp` up do not know that they are in use.
+        None if user.is_root() && has_run => Path::new("/run").join(NAME),
+        None => env::temp_dir().join(format!("{NAME}-{}", user.as_raw())),
     }
 }
 
@@ -222,6 +229,18 @@ mod tests {
         let failure = runtime.socket_of(&name("b")).unwrap_err();
         assert_eq!(failure.code(), failure::MISSING_FILE);
         runtime.claim(&name("b")).unwrap();
+    }
+
+    #[test]
+    fn the_folder_is_where_nothing_cleans_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let runtime = || Some(folder.path().to_owned());
+        assert_eq!(place_of(runtime(), Uid::ROOT, true), folder.path().join(NAME));
+        for none in [None, Some("relative".into()), Some(folder.path().join("missing"))] {
+            assert_eq!(place_of(none.clone(), Uid::ROOT, true), Path::new("/run/parador"));
+            assert!(place_of(none.clone(), Uid::ROOT, false).ends_with("parador-0"));
+            assert!(place_of(none, Uid::from_raw(7), true).ends_with("parador-7"));
+        }
     }
 
     #[test]

@@ -49,6 +49,10 @@ fn restore(modes: &Termios) {
     let _ = tcsetattr(stdin(), OptionalActions::Now, modes);
 }
 
+/// Bytes of keys that wait for the guest. The terminal is read even if the guest does not read,
+/// because of the keys for `parador`: further ones for the guest are dropped.
+pub const MAX_KEYS: usize = 1 << 20;
+
 const PREFIX: u8 = 0x01;
 
 /// Detects Ctrl-A X, which ends the VM, among the keys.

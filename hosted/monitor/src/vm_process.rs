@@ -11,7 +11,7 @@ use crate::exit::ExitCause;
 use crate::orphans;
 use crate::ports::{Port, PortMux, PortSource};
 use crate::profile;
-use crate::terminal::{Keys, Raw};
+use crate::terminal::{Keys, MAX_KEYS, Raw};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Level, MessageLog};
 use hosted_command::proc_number;
@@ -201,7 +201,8 @@ struct ConsoleLine<'a> {
     console: &'a mut HostConsole,
     input_open: bool,
     output_open: bool,
-    /// Input that the VM has not taken yet; no more is read meanwhile.
+    /// Input that the VM has not taken yet; no more is read meanwhile, except from a terminal in
+    /// raw mode.
     pending: Vec<u8>,
 }
 
@@ -210,9 +211,15 @@ impl<'a> ConsoleLine<'a> {
         Self { input, output, console, input_open: true, output_open: true, pending: Vec::new() }
     }
 
-    /// Returns the descriptors to poll and the events to wait for.
-    fn interest(&self, index: usize) -> impl Iterator<Item = (Source, BorrowedFd<'_>, PollFlags)> {
-        let reads = self.input_open && self.pending.is_empty();
+    /// Returns the descriptors to poll and their events. `raw`: a terminal is in raw mode.
+    fn interest(
+        &self,
+        index: usize,
+        raw: bool,
+    ) -> impl Iterator<Item = (Source, BorrowedFd<'_>, PollFlags)> {
+        // Some keys of a terminal are for `parador`, and a client that connects gets output.
+        let is_awaited = raw && self.console.is_stdio() || !self.console.is_connected();
+        let reads = self.input_open && (self.pending.is_empty() || is_awaited);
         let keyboard = self.console.input().filter(|_| reads);
         let keyboard = keyboard.map(|fd| (Source::Keyboard(index), fd, PollFlags::IN));
         // No more is read while output waits for room.
@@ -279,12 +286,12 @@ impl EventHandler for VmEvents<'_, '_> {
         let processes = processes
             .map(|(index, process)| (Source::DeviceProcess(index), process.alive(), PollFlags::IN));
         let lines = self.lines.iter().enumerate();
-        let lines = lines.flat_map(|(index, line)| line.interest(index));
+        let lines = lines.flat_map(|(index, line)| line.interest(index, self.raw));
         let errors = self.errors.map(|fd| (Source::Errors, fd, PollFlags::IN));
         let watched = self.watched.as_ref().map(|watched| watched.descriptors());
         let watched = watched.unwrap_or_default().into_iter().enumerate();
         let watched = watched.map(|(index, fd)| (Source::Watched(index), fd, PollFlags::IN));
-        let ports = self.ports.iter().flat_map(PortMux::interest);
+        let ports = self.ports.iter().flat_map(|ports| ports.interest(self.raw));
         let ports = ports.map(|(source, fd, flags)| (Source::Ports(source), fd, flags));
         processes.chain(lines).chain(ports).chain(errors).chain(watched).collect()
     }
@@ -375,7 +382,9 @@ impl VmEvents<'_, '_> {
         let mut buffer = [0; 4096];
         match line.console.read(&mut buffer) {
             Input::Bytes(length) if self.raw && line.console.is_stdio() => {
-                return self.keys.pass(&buffer[..length], &mut line.pending);
+                let is_over = self.keys.pass(&buffer[..length], &mut line.pending);
+                line.pending.truncate(MAX_KEYS);
+                return is_over;
             }
             Input::Bytes(length) => line.pending.extend_from_slice(&buffer[..length]),
             Input::Nothing => {}
@@ -441,5 +450,30 @@ fn receive(from: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize, Failure> {
             Err(Errno::CONNRESET) => return Ok(0),
             Err(error) => return Err(Failure::os("read from a pipe", &error.into())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::console::Target;
+
+    #[test]
+    fn unread_input_blocks_neither_keys_nor_connections() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let (stream, _peer) = UnixStream::pair().unwrap();
+        let reads = |console: &mut HostConsole, raw| {
+            let mut line = ConsoleLine::new(stream.as_fd(), stream.as_fd(), console);
+            line.pending.push(b'k');
+            line.interest(0, raw).any(|(source, ..)| source == Source::Keyboard(0))
+        };
+        let mut console = HostConsole::stdio().unwrap();
+        assert_eq!([false, true].map(|raw| reads(&mut console, raw)), [false, true]);
+        let mut console = HostConsole::open(&Target::Unix(socket.clone()), "it").unwrap();
+        assert!(reads(&mut console, false), "no client");
+        let _client = UnixStream::connect(&socket).unwrap();
+        assert!(matches!(console.read(&mut [0]), Input::Nothing));
+        assert!(!reads(&mut console, true), "a client");
     }
 }

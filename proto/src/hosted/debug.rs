@@ -31,7 +31,7 @@ pub struct DebugState {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct VcpuDebug {
-    /// Not 0: the vCPU has stopped and waits for a command.
+    /// Not 0: the vCPU has stopped and waits for a command. With a command it is about to resume.
     pub halted: AtomicU32,
     /// Reason of the last stop: see [`reason`].
     pub reason: AtomicU32,
@@ -102,8 +102,9 @@ const _: () = assert!(layout::DEBUG + size_of::<DebugState>() as u64 <= layout::
 pub trait DebugHost {
     /// Notifies the debugger that a vCPU has stopped.
     fn notify_debugger(&self);
-    /// Waits until this word differs from [`command::WAIT`], or a timeout.
-    fn wait(&self, word: &AtomicU32);
+    /// Waits until this word differs from [`command::WAIT`], or a timeout. Returns `false` if the
+    /// VM has ended.
+    fn wait(&self, word: &AtomicU32) -> bool;
     /// Drops a stop request that arrived during the stop; called when the vCPU resumes.
     fn on_resume(&self);
 }
@@ -130,8 +131,8 @@ impl DebugState {
         self.breakpoints.iter().any(|place| place.load(SeqCst) == at)
     }
 
-    /// Stops vCPU `index` until the debugger releases it. Returns whether it is to execute a
-    /// single instruction. `registers` receives the debugger's changes.
+    /// Stops vCPU `index` until the debugger releases it or the VM ends. Returns whether it is to
+    /// execute a single instruction. `registers` receives the debugger's changes.
     pub fn halt(
         &self,
         index: usize,
@@ -148,17 +149,98 @@ impl DebugState {
         own.halts.fetch_add(1, SeqCst);
         own.halted.store(1, SeqCst);
         host.notify_debugger();
-        while own.command.load(SeqCst) == command::WAIT
-            && (why != reason::WANTED || self.wanted.load(SeqCst) != stop::NONE)
-        {
-            host.wait(&own.command);
+        loop {
+            while own.command.load(SeqCst) == command::WAIT
+                && (why != reason::WANTED || self.wanted.load(SeqCst) != stop::NONE)
+            {
+                if !host.wait(&own.command) {
+                    return false;
+                }
+            }
+            for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
+                *value = place.load(SeqCst);
+            }
+            host.on_resume();
+            own.halted.store(0, SeqCst);
+            // Last: a vCPU that is halted without a command is stopped.
+            let command = own.command.swap(command::WAIT, SeqCst);
+            // The debugger may have found this vCPU stopped after its request, in which case no
+            // event follows.
+            if command != command::WAIT || self.wanted.load(SeqCst) == stop::NONE {
+                return command == command::STEP;
+            }
+            own.halted.store(1, SeqCst);
         }
-        let command = own.command.swap(command::WAIT, SeqCst);
-        host.on_resume();
-        own.halted.store(0, SeqCst);
-        for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
-            *value = place.load(SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::cell::Cell;
+
+    /// A debugger that requests a stop while the vCPU resumes.
+    struct LateRequest<'s> {
+        state: &'s DebugState,
+        waits: Cell<u32>,
+        resumes: Cell<u32>,
+    }
+
+    impl DebugHost for LateRequest<'_> {
+        fn notify_debugger(&self) {}
+
+        fn wait(&self, word: &AtomicU32) -> bool {
+            self.waits.set(self.waits.get() + 1);
+            assert_eq!(self.state.vcpus[1].halted.load(SeqCst), 1);
+            word.store(command::STEP, SeqCst);
+            true
         }
-        command == command::STEP
+
+        fn on_resume(&self) {
+            self.resumes.set(self.resumes.get() + 1);
+            let own = &self.state.vcpus[1];
+            assert_eq!(own.halted.load(SeqCst), 1);
+            if self.resumes.get() == 1 {
+                self.state.wanted.store(stop::REQUESTED, SeqCst);
+                own.registers[0].store(9, SeqCst);
+            } else {
+                // A debugger that looks now does not find a stopped vCPU.
+                assert_eq!(own.command.load(SeqCst), command::STEP);
+            }
+        }
+    }
+
+    #[test]
+    fn a_request_finds_a_stopped_vcpu_only_if_it_stays_stopped() {
+        let state = DebugState::default();
+        let (waits, resumes) = (Cell::new(0), Cell::new(0));
+        let host = LateRequest { state: &state, waits, resumes };
+        let mut registers = [0; register::COUNT];
+        // The earlier request has ended already.
+        assert!(state.halt(1, reason::WANTED, &mut registers, &host));
+        assert_eq!((host.waits.get(), host.resumes.get(), registers[0]), (1, 2, 9));
+        let own = &state.vcpus[1];
+        assert_eq!((own.halted.load(SeqCst), own.halts.load(SeqCst)), (0, 1));
+    }
+
+    /// A host whose VM has ended.
+    struct Ended;
+
+    impl DebugHost for Ended {
+        fn notify_debugger(&self) {}
+
+        fn wait(&self, _: &AtomicU32) -> bool {
+            false
+        }
+
+        fn on_resume(&self) {
+            unreachable!("nothing resumes the vCPU");
+        }
+    }
+
+    #[test]
+    fn the_end_of_the_vm_ends_a_stop() {
+        let mut registers = [0; register::COUNT];
+        assert!(!DebugState::default().halt(0, reason::STEP, &mut registers, &Ended));
     }
 }

@@ -67,8 +67,10 @@ impl DebugHost for Host {
         doorbell::notify();
     }
 
-    fn wait(&self, word: &AtomicU32) {
+    fn wait(&self, word: &AtomicU32) -> bool {
         sys::wait(word, command::WAIT, Some(LOOK));
+        // The end of the VM kills this process.
+        true
     }
 
     fn on_resume(&self) {

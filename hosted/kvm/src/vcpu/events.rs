@@ -1,6 +1,7 @@
 //! Injection of interrupts and exceptions.
 
 use hw_x86::vmcb::event;
+use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW, kvm_vcpu_events};
 use proto::hosted::debug::HALT;
 use vmm_x86::{Event, Exit, InterruptWindow, Reg, X86Vcpu};
 
@@ -38,6 +39,13 @@ impl KvmVcpu<'_> {
             self.event = Event::interrupt(events.interrupt.nr);
             Ok(())
         });
+        self.note(result);
+    }
+
+    /// Drops the events that KVM has and the state of their delivery, as an INIT does.
+    pub fn drop_events(&mut self) {
+        let result = self.fd.get_vcpu_events();
+        let result = result.and_then(|events| self.fd.set_vcpu_events(&without_events(events)));
         self.note(result);
     }
 
@@ -110,5 +118,34 @@ impl KvmVcpu<'_> {
         let waits = self.event.is_some() || self.window != InterruptWindow::Nothing;
         self.fd.get_kvm_run().request_interrupt_window = waits.into();
         None
+    }
+}
+
+/// Returns KVM's event state without exceptions, interrupts, NMIs, and what blocks them.
+fn without_events(events: kvm_vcpu_events) -> kvm_vcpu_events {
+    kvm_vcpu_events {
+        exception: Default::default(),
+        exception_has_payload: 0,
+        exception_payload: 0,
+        interrupt: Default::default(),
+        nmi: Default::default(),
+        flags: events.flags | KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW,
+        ..events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_init_leaves_no_events() {
+        let mut events = kvm_vcpu_events { sipi_vector: 5, ..Default::default() };
+        events.smi.smm = 1;
+        let expected = kvm_vcpu_events { flags: 5, ..events };
+        (events.exception.injected, events.exception.pending) = (1, 1);
+        (events.interrupt.injected, events.interrupt.nr, events.interrupt.shadow) = (1, 0x31, 1);
+        (events.nmi.injected, events.nmi.pending, events.nmi.masked) = (1, 1, 1);
+        assert_eq!(without_events(events), expected);
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! Each is named once, by the function that finds its place in KVM's structures.
 
-use std::ptr;
+use std::{io, ptr};
 
 use hw_x86::msr::{
     CSTAR, KERNEL_GS_BASE, LSTAR, PAT, SFMASK, STAR, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP,
 };
 use kvm_bindings::{Msrs, kvm_dtable, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
 use kvm_ioctls::SyncReg;
+use rustix::io::Errno;
 use vmm_x86::registers::{Group, store_each};
 use vmm_x86::{Event, Gpr, Groups, InterruptWindow, Reg, Registers, Seg, Segment, X86Vcpu};
 
@@ -34,7 +35,9 @@ impl KvmVcpu<'_> {
             return sregs;
         }
         let result = self.fd.get_sregs();
-        let sregs = self.note(result).unwrap_or_default();
+        let mut sregs = self.note(result).unwrap_or_default();
+        // KVM injects an interrupt that is written back, even if it was cancelled in between.
+        sregs.interrupt_bitmap = [0; 4];
         self.sregs = Some(sregs);
         sregs
     }
@@ -70,7 +73,12 @@ impl KvmVcpu<'_> {
         let entry = |&(index, data)| kvm_msr_entry { index, data, ..Default::default() };
         let entries: Vec<_> = values.iter().map(entry).collect();
         let Ok(msrs) = Msrs::from_entries(&entries) else { return };
-        let result = self.fd.set_msrs(&msrs);
+        // KVM stops at the first MSR or value that it refuses.
+        let result = match self.fd.set_msrs(&msrs) {
+            Ok(count) if count < entries.len() => Err(Errno::INVAL.into()),
+            Ok(_) => Ok(()),
+            Err(error) => Err(io::Error::from(error)),
+        };
         self.note(result);
     }
 
@@ -284,6 +292,10 @@ impl X86Vcpu for KvmVcpu<'_> {
             self.set_msrs(&msrs);
         }
         store_each(self, registers, groups.without(Group::Msrs));
+        if groups.contains(Group::Ip) {
+            // KVM keeps the interrupt shadow of this group with the events.
+            self.drop_events();
+        }
     }
 
     fn next_rip(&mut self) -> u64 {

@@ -28,7 +28,7 @@ pub struct DiskConfig {
     #[schemars(length(max = 20))]
     pub id: Option<Name>,
     /// Format of the file [default: qcow2 if its name ends in .qcow2, else raw]; required for a raw
-    /// file that looks like a qcow2 image.
+    /// file that looks like an image of another format.
     pub format: Option<Format>,
 }
 

@@ -50,7 +50,10 @@ pub fn parse(text: &str) -> Result<ShareConfig, Failure> {
     let parsed = match place.rsplit_once(':') {
         Some((path, tag)) if !path.is_empty() => {
             let comma = if options.is_empty() { "" } else { "," };
-            keyvalue::parse("--share", "path", &format!("{path},tag={tag}{comma}{options}"))
+            // The key is optional, and the folder's name may have an equals sign.
+            let path = path.strip_prefix("path=").unwrap_or(path);
+            let text = format!("path={path},tag={tag}{comma}{options}");
+            keyvalue::parse("--share", "path", &text)
         }
         _ => {
             let text = format!("--share {text}: expected DIR:TAG");
@@ -74,6 +77,8 @@ mod tests {
         };
         assert_eq!(parse("a:b").unwrap(), share("a", "b", false, false));
         assert_eq!(parse("/a:b:c,ro=on").unwrap(), share("/a:b", "c", true, false));
+        assert_eq!(parse("/srv/a=b:c").unwrap(), share("/srv/a=b", "c", false, false));
+        assert_eq!(parse("path=a:b").unwrap(), share("a", "b", false, false));
         assert_eq!(parse("a:b,owners=on").unwrap(), share("a", "b", false, true));
         let long = format!("a:{}", "x".repeat(TAG + 1));
         for text in ["", "a", "a:", ":b", "a:b,ro", "a:b,rw=on", "a:b c", &long] {

@@ -8,13 +8,15 @@ use hosted_command::messages::Format;
 use hosted_command::value::{Size, parse_time};
 use proto::system::MAX_VCPUS;
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// `[vm]`.
+// `remote`: the derived functions are called by the implementations below, for `no_reboot`.
 #[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case", remote = "Self")]
 pub struct VmConfig {
     /// Kernel; same as KERNEL.
     #[arg(short, long, value_name = "FILE")]
@@ -114,6 +116,35 @@ pub struct VmConfig {
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub no_reboot: bool,
+}
+
+impl VmConfig {
+    /// Replaces `no_reboot` by the action that it stands for; another action is an error.
+    fn with_reset_action(self) -> Result<Self, String> {
+        match (self.no_reboot, self.on_reset) {
+            (false, _) => Ok(self),
+            (true, None | Some(OnExit::Exit)) => {
+                Ok(Self { on_reset: Some(OnExit::Exit), no_reboot: false, ..self })
+            }
+            (true, Some(_)) => {
+                Err("`no-reboot` conflicts with `on-reset`: remove one of them".to_owned())
+            }
+        }
+    }
+}
+
+/// Writes `no_reboot` as the action that it stands for: merged into a file, it replaces the file's.
+impl Serialize for VmConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let config = self.clone().with_reset_action().map_err(serde::ser::Error::custom)?;
+        Self::serialize(&config, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for VmConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::deserialize(deserializer)?.with_reset_action().map_err(D::Error::custom)
+    }
 }
 
 /// Action after a guest power-off, reset or panic.
@@ -291,3 +322,36 @@ impl Default for BalloonConfig {
 }
 
 string_value!(BalloonConfig);
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use crate::config::vm::{OnExit, VmConfig};
+
+    fn parsed(vm: &str) -> Result<Config, toml::de::Error> {
+        toml::from_str(&format!("[vm]\n{vm}"))
+    }
+
+    #[test]
+    fn no_reboot_is_an_exit() {
+        let no_reboot = VmConfig { no_reboot: true, ..VmConfig::default() };
+        let option = Config { vm: no_reboot, ..Config::default() };
+        let file = parsed("on-reset = \"reset\"").unwrap();
+        let merged = file.merge(&option).unwrap();
+        assert_eq!(merged.vm.on_reset, Some(OnExit::Exit));
+        assert_eq!(option.to_toml().unwrap(), "[vm]\non-reset = \"exit\"\n");
+        // Options replace the file's actions, this one, too.
+        let no_reboot = parsed("no-reboot = true").unwrap();
+        assert_eq!(no_reboot.vm.on_reset, Some(OnExit::Exit));
+        assert_eq!(no_reboot.merge(&file).unwrap().vm.on_reset, Some(OnExit::Reset));
+    }
+
+    #[test]
+    fn no_reboot_allows_no_other_action() {
+        assert!(parsed("no-reboot = true\non-reset = \"exit\"").is_ok());
+        for action in ["reset", "exit:3"] {
+            let wrong = parsed(&format!("no-reboot = true\non-reset = \"{action}\""));
+            assert!(wrong.unwrap_err().to_string().contains("conflicts with `on-reset`"));
+        }
+    }
+}

@@ -33,7 +33,7 @@ const ORDER: [usize; 16] = [0, 3, 1, 2, 6, 7, 5, 4, 8, 9, 10, 11, 12, 13, 14, 15
 
 /// Serves one debugger.
 pub fn serve(session: &mut Session, connection: Connection) -> Result<(), String> {
-    session.stop_all().map_err(|gone| gone.0.to_owned())?;
+    session.stop_all().map_err(|gone| gone.to_string())?;
     match GdbStub::new(connection).run_blocking::<Events>(session) {
         Ok(_) => Ok(()),
         // The debugger disconnected without detaching.
@@ -56,7 +56,9 @@ impl BlockingEventLoop for Events {
     ) -> Result<Event<Self::StopReason>, WaitForStopReasonError<Gone, io::Error>> {
         loop {
             if target.has_ended() {
-                return Ok(Event::TargetStopped(MultiThreadStopReason::Exited(0)));
+                return Ok(Event::TargetStopped(MultiThreadStopReason::Exited(
+                    target.control.exit_code(),
+                )));
             }
             target.drain();
             if let Some(why) = target.stopped().map_err(WaitForStopReasonError::Target)? {
@@ -67,7 +69,7 @@ impl BlockingEventLoop for Events {
                 return Ok(Event::IncomingData(byte));
             }
             let Some(socket) = &target.connection else {
-                return Err(WaitForStopReasonError::Target(Gone("no connection")));
+                return Err(WaitForStopReasonError::Target(Gone::new("no connection")));
             };
             let mut fds = [socket.as_fd(), target.news.as_fd()]
                 .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
@@ -120,7 +122,7 @@ impl MultiThreadBase for Session {
         registers: &mut <X86_64_SSE as Arch>::Registers,
         tid: Tid,
     ) -> TargetResult<(), Self> {
-        let words = self.registers(self.vcpu(tid)?)?;
+        let words = self.registers(self.vcpu(tid)?)?.ok_or(TargetError::NonFatal)?;
         *registers = X86_64CoreRegs::default();
         for (value, place) in registers.regs.iter_mut().zip(ORDER) {
             *value = words[place];
@@ -144,7 +146,9 @@ impl MultiThreadBase for Session {
         words[register::RIP] = registers.rip;
         words[register::RFLAGS] = registers.eflags.into();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        Ok(self.set_bytes(of(self.vcpu(tid)?, offset_of!(VcpuDebug, registers)), &bytes)?)
+        let vcpu = self.vcpu(tid)?;
+        self.registers(vcpu)?.ok_or(TargetError::NonFatal)?;
+        Ok(self.set_bytes(of(vcpu, offset_of!(VcpuDebug, registers)), &bytes)?)
     }
 
     fn read_addrs(&mut self, start: u64, data: &mut [u8], tid: Tid) -> TargetResult<usize, Self> {
@@ -163,7 +167,13 @@ impl MultiThreadBase for Session {
     }
 
     fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), Gone> {
-        (0..self.vcpus).for_each(|vcpu| is_active(tid(vcpu)));
+        let mut shown = Vec::new();
+        for vcpu in 0..self.vcpus {
+            shown.extend(self.registers(vcpu)?.map(|_| vcpu));
+        }
+        // GDB requires a thread.
+        let all = if shown.is_empty() { (0..self.vcpus).collect() } else { shown };
+        all.into_iter().for_each(|vcpu| is_active(tid(vcpu)));
         Ok(())
     }
 
@@ -230,5 +240,39 @@ impl SwBreakpoint for Session {
 
     fn remove_sw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
         Ok(self.remove(address))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::debugger::session::tests::session;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn the_end_of_the_vm_has_its_exit_code() {
+        let (mut session, _wakeup) = session(1);
+        session.control.ended(7, "test");
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut connection: Connection = Box::new(ours);
+        let event = Events::wait_for_stop_reason(&mut session, &mut connection);
+        let exited = MultiThreadStopReason::Exited(7);
+        assert!(matches!(event, Ok(Event::TargetStopped(why)) if why == exited));
+    }
+
+    #[test]
+    fn a_vcpu_that_has_never_stopped_has_no_registers_and_addresses() {
+        let (mut session, _wakeup) = session(1);
+        let mut registers = X86_64CoreRegs::default();
+        let read = session.read_registers(&mut registers, tid(0));
+        assert!(matches!(read, Err(TargetError::NonFatal)));
+        let written = session.write_registers(&registers, tid(0));
+        assert!(matches!(written, Err(TargetError::NonFatal)));
+        let read = session.read_addrs(0x1000, &mut [0; 8], tid(0));
+        assert!(matches!(read, Err(TargetError::NonFatal)));
+        let halts = of(0, offset_of!(VcpuDebug, halts));
+        session.set_bytes(halts, &1_u32.to_le_bytes()).unwrap();
+        assert!(session.read_registers(&mut registers, tid(0)).is_ok());
+        assert!(matches!(session.read_addrs(0x1000, &mut [0; 8], tid(0)), Ok(8)));
     }
 }

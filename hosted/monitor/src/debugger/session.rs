@@ -11,6 +11,7 @@ use gdbstub::stub::MultiThreadStopReason;
 use gdbstub::target::{TargetError, TargetResult};
 use proto::hosted::debug::{BREAKPOINTS, DebugState, VcpuDebug, command, reason, register, stop};
 use proto::hosted::layout;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -42,6 +43,8 @@ pub struct Session {
     pub news: UnixStream,
     pub connection: Option<OwnedFd>,
     pub connected: Arc<Mutex<Option<OwnedFd>>>,
+    /// Number of restarts of the VM before this session.
+    pub resets: u64,
     /// Replaced byte and offset in guest memory, by linear address.
     pub breakpoints: BTreeMap<u64, (u8, u64)>,
     /// Number of stops of each virtual CPU when it was last resumed.
@@ -57,9 +60,27 @@ type Files = (File, File);
 
 /// Reason for the end of the session.
 #[derive(Debug)]
-pub struct Gone(pub &'static str);
+pub struct Gone(pub Cow<'static, str>);
+
+impl Gone {
+    /// Creates one with a fixed text.
+    pub const fn new(text: &'static str) -> Self {
+        Self(Cow::Borrowed(text))
+    }
+}
+
+/// The VM has exited.
+const EXITED: Gone = Gone::new("the VM has exited");
 
 impl Session {
+    /// Begins a session with the present start of the VM.
+    pub fn begin(&mut self) {
+        self.resets = self.control.resets();
+        // They belong to the memory and the virtual CPUs of an earlier start.
+        self.breakpoints.clear();
+        self.seen.fill(0);
+    }
+
     /// Removes all breakpoints and resumes the VM.
     pub fn leave(&mut self) {
         for address in self.breakpoints.keys().copied().collect::<Vec<_>>() {
@@ -81,17 +102,26 @@ impl Session {
         self.control.state() == State::Ended || self.end.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the VM is about to start its processes.
+    /// Returns whether the VM has yet to start its processes.
     pub fn is_before_start(&self) -> bool {
-        self.control.state() == State::Starting && self.control.memory().is_none()
+        !self.has_ended() && !self.control.has_process()
     }
 
     pub fn drain(&self) {
         drain(self.news.as_fd());
     }
 
+    /// Returns the memory of the VM.
+    ///
+    /// # Errors
+    /// The VM has exited or restarted since the session began.
     fn files(&self) -> Result<Files, Gone> {
-        self.control.memory().ok_or(Gone("the VM has exited"))
+        let files = self.control.memory();
+        // After the memory: that of a new start follows the count.
+        if self.control.resets() != self.resets {
+            return Err(Gone::new("the VM has restarted"));
+        }
+        files.ok_or(EXITED)
     }
 
     /// Submits a command to the VM.
@@ -105,7 +135,8 @@ impl Session {
         };
         match answer {
             Some(Ok(_)) => Ok(()),
-            _ => Err(Gone("the VM has exited")),
+            Some(Err(refusal)) => Err(Gone(refusal.into())),
+            None => Err(EXITED),
         }
     }
 
@@ -113,21 +144,24 @@ impl Session {
     fn word(&self, at: usize) -> Result<u32, Gone> {
         let mut bytes = [0; 4];
         let read = self.files()?.1.read_exact_at(&mut bytes, layout::DEBUG + at as u64);
-        read.map_err(|_| Gone("cannot read shared memory"))?;
+        read.map_err(|_| Gone::new("cannot read shared memory"))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     pub fn set_bytes(&self, at: usize, bytes: &[u8]) -> Result<(), Gone> {
         let written = self.files()?.1.write_all_at(bytes, layout::DEBUG + at as u64);
-        written.map_err(|_| Gone("cannot write shared memory"))
+        written.map_err(|_| Gone::new("cannot write shared memory"))
     }
 
     fn set_word(&self, at: usize, value: u32) -> Result<(), Gone> {
         self.set_bytes(at, &value.to_le_bytes())
     }
 
+    /// Returns whether a virtual CPU is stopped. One that has a command is about to resume.
     fn is_halted(&self, vcpu: usize) -> Result<bool, Gone> {
-        Ok(self.word(of(vcpu, offset_of!(VcpuDebug, halted)))? != 0)
+        // First: a virtual CPU that resumes takes its command last.
+        let waits = self.word(of(vcpu, offset_of!(VcpuDebug, command)))? == command::WAIT;
+        Ok(waits && self.word(of(vcpu, offset_of!(VcpuDebug, halted)))? != 0)
     }
 
     /// Returns whether the VM waits for the debugger, and its first virtual CPU has not come to the
@@ -176,7 +210,8 @@ impl Session {
         let mut commands = Vec::new();
         for vcpu in 0..self.vcpus {
             // The next stop of a virtual CPU that runs has not been seen.
-            if !self.is_halted(vcpu)? {
+            let waits = self.actions.contains_key(&vcpu);
+            if !self.is_halted(vcpu)? && (!waits || !self.stops(vcpu)?) {
                 continue;
             }
             self.seen[vcpu] = self.word(of(vcpu, offset_of!(VcpuDebug, halts)))?;
@@ -188,6 +223,19 @@ impl Session {
             self.set_word(at, value)?;
         }
         self.ask(Command::Go)
+    }
+
+    /// Returns whether a virtual CPU stops, in a moment: without a command it looks for one in
+    /// between, if it arrived during the last resumption.
+    fn stops(&self, vcpu: usize) -> Result<bool, Gone> {
+        const ATTEMPTS: usize = 20;
+        for _ in 0..ATTEMPTS {
+            thread::sleep(Duration::from_millis(1));
+            if self.is_halted(vcpu)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Returns the stop reason of a virtual CPU that has stopped since it was resumed.
@@ -212,22 +260,26 @@ impl Session {
         Ok(None)
     }
 
-    /// Returns the registers of a stopped virtual CPU.
-    pub fn registers(&self, vcpu: usize) -> Result<[u64; register::COUNT], Gone> {
+    /// Returns the registers of a stopped virtual CPU: those of its last stop; `None` before the
+    /// first one.
+    pub fn registers(&self, vcpu: usize) -> Result<Option<[u64; register::COUNT]>, Gone> {
+        if self.word(of(vcpu, offset_of!(VcpuDebug, halts)))? == 0 {
+            return Ok(None);
+        }
         let mut bytes = [0; 8 * register::COUNT];
         let at = layout::DEBUG + of(vcpu, offset_of!(VcpuDebug, registers)) as u64;
         let read = self.files()?.1.read_exact_at(&mut bytes, at);
-        read.map_err(|_| Gone("cannot read shared memory"))?;
+        read.map_err(|_| Gone::new("cannot read shared memory"))?;
         let mut words = [0; register::COUNT];
         for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
             *word = bytes.iter().rfold(0, |all, byte| all << 8 | u64::from(*byte));
         }
-        Ok(words)
+        Ok(Some(words))
     }
 
     /// Translates a linear address of a virtual CPU.
     fn place(&self, vcpu: usize, linear: u64) -> Option<Mapped> {
-        let registers = self.registers(vcpu).ok()?;
+        let registers = self.registers(vcpu).ok()??;
         let root = registers[self.kernel.root(linear)];
         let memory = self.files().ok()?.0;
         translate(registers[register::LEVELS], root, linear, |at| {
@@ -271,7 +323,7 @@ impl Session {
         const ALIGNMENT: usize = 2 << 20;
         // The page tables of user mode may lack the kernel, and map parts of it elsewhere.
         let is_kernel = |vcpu: &usize| {
-            self.registers(*vcpu).is_ok_and(|words| {
+            self.registers(*vcpu).ok().flatten().is_some_and(|words| {
                 words[register::CS] & 3 == 0 && matches!(words[register::LEVELS], 4 | 5)
             })
         };
@@ -347,64 +399,9 @@ pub fn tid(vcpu: usize) -> Tid {
 
 impl std::fmt::Display for Gone {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0)
+        f.write_str(&self.0)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proto::hosted::debug::DebugHost;
-    use std::cell::RefCell;
-    use std::sync::atomic::AtomicU32;
-    use std::sync::atomic::Ordering::SeqCst;
-
-    /// Writes one word at each look of a stopped virtual CPU.
-    struct Writer<'s>(&'s DebugState, RefCell<std::vec::IntoIter<(usize, u32)>>);
-
-    impl DebugHost for Writer<'_> {
-        fn notify_debugger(&self) {}
-
-        fn wait(&self, _: &AtomicU32) {
-            let (at, value) = self.1.borrow_mut().next().expect("it has been released");
-            match at {
-                at if at == offset_of!(DebugState, wanted) => &self.0.wanted,
-                at if at == of(0, offset_of!(VcpuDebug, command)) => &self.0.vcpus[0].command,
-                at => {
-                    assert_eq!(at, of(1, offset_of!(VcpuDebug, command)));
-                    &self.0.vcpus[1].command
-                }
-            }
-            .store(value, SeqCst);
-        }
-
-        fn on_resume(&self) {}
-    }
-
-    #[test]
-    fn a_command_reaches_a_cpu_that_looks_between_its_words() {
-        for locked in [false, true] {
-            for (commands, steps) in [
-                (&[(1, command::STEP)][..], true),
-                (&[(0, command::GO), (1, command::STEP)], true),
-                (&[(1, command::GO), (0, command::STEP)], false),
-            ] {
-                let state = DebugState::default();
-                state.wanted.store(stop::REQUESTED, SeqCst);
-                let words = release(locked, commands).into_iter();
-                let writer = Writer(&state, RefCell::new(words));
-                let mut registers = [0; register::COUNT];
-                assert_eq!(
-                    state.halt(1, reason::WANTED, &mut registers, &writer),
-                    steps,
-                    "{commands:?}"
-                );
-            }
-        }
-        // One without a command resumes at the end, and one that is locked does not.
-        let words = release(false, &[]);
-        assert_eq!(words.last(), Some(&(offset_of!(DebugState, wanted), stop::NONE)));
-        let words = release(true, &[]);
-        assert_eq!(words, [(offset_of!(DebugState, wanted), stop::REQUESTED)]);
-    }
-}
+pub mod tests;
