@@ -102,6 +102,9 @@ impl From<Errno> for Failure {
 
 /// Zeros, for hosts that cannot write zeros by fallocate(2).
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+/// Maximum vectors of zeros in one write: 1 MiB, so that other requests of the disk do not wait
+/// long.
+const ZERO_VECTORS: usize = 16;
 
 /// Request in execution.
 #[derive(Clone, Copy)]
@@ -126,6 +129,8 @@ struct Job {
 enum Kind {
     Read,
     Write,
+    /// Writes of [`ZEROS`], after fallocate(2) has failed.
+    Zeros,
     Flush,
     /// fallocate(2) with this mode; the flag permits writing zeros instead.
     Allocate(u32, bool),
@@ -152,7 +157,7 @@ impl Job {
     fn entry(&self) -> Submission<'_> {
         match self.kind {
             Kind::Read => Submission::Read(self.vectors(), self.at),
-            Kind::Write => Submission::Write(self.vectors(), self.at),
+            Kind::Write | Kind::Zeros => Submission::Write(self.vectors(), self.at),
             Kind::Flush => Submission::Flush,
             Kind::Allocate(mode, _) => Submission::Allocate(mode, self.at, self.left),
         }
@@ -165,6 +170,19 @@ impl Job {
             unsafe { (vector.address as *mut u8).write_bytes(0, vector.length as usize) };
         }
         self.left = 0;
+    }
+
+    /// Selects zeros for the next write, up to the end of the job.
+    fn take_zeros(&mut self) {
+        const EACH: u64 = ZEROS.len() as u64;
+        self.kind = Kind::Zeros;
+        self.first = 0;
+        self.used = self.left.div_ceil(EACH).min(ZERO_VECTORS as u64) as usize;
+        let mut left = self.left;
+        for vector in &mut self.vectors[..self.used] {
+            *vector = Vector { address: ZEROS.as_ptr() as u64, length: left.min(EACH) };
+            left -= vector.length;
+        }
     }
 
     /// Advances by `done` transferred bytes.
@@ -422,8 +440,9 @@ impl<H: DiskHost> Worker<'_, H> {
         };
         job.left = match job.kind {
             Kind::Flush => return Ok(()),
+            Kind::Allocate(..) if count == 0 => return Err(Failure::Invalid),
             Kind::Allocate(..) => u64::from(count) * SECTOR,
-            Kind::Read | Kind::Write => self.take_parts(request, job)?,
+            _ => self.take_parts(request, job)?,
         };
         job.at = self.file_offset(sector, job.left)?;
         job.length = job.left;
@@ -457,13 +476,16 @@ impl<H: DiskHost> Worker<'_, H> {
             Kind::Read => {
                 (linux::__NR_preadv2, [fd, vectors.0, vectors.1, job.at, 0, flags.into()])
             }
-            Kind::Write => (linux::__NR_pwritev, [fd, vectors.0, vectors.1, job.at, 0, 0]),
+            Kind::Write | Kind::Zeros => {
+                (linux::__NR_pwritev, [fd, vectors.0, vectors.1, job.at, 0, 0])
+            }
             Kind::Flush => (linux::__NR_fdatasync, [fd, 0, 0, 0, 0, 0]),
             Kind::Allocate(mode, _) => {
                 (linux::__NR_fallocate, [fd, mode.into(), job.at, job.left, 0, 0])
             }
         };
-        // SAFETY: the vectors are mapped guest memory, where no Rust object is.
+        // SAFETY: the vectors are mapped guest memory, where no Rust object is, or zeros that are
+        // only read.
         unsafe { sys::call(call, arguments) }
     }
 
@@ -479,12 +501,25 @@ impl<H: DiskHost> Worker<'_, H> {
                 job.clear();
                 Some(Ok(()))
             }
-            (Kind::Read | Kind::Write, Ok(0)) => Some(Err(Errno(errno::EIO as i32).into())),
-            (Kind::Read | Kind::Write, Ok(done)) => {
+            (Kind::Read | Kind::Write | Kind::Zeros, Ok(0)) => {
+                Some(Err(Errno(errno::EIO as i32).into()))
+            }
+            (Kind::Read | Kind::Write | Kind::Zeros, Ok(done)) => {
                 job.advance(done.min(job.left));
+                if job.kind == Kind::Zeros {
+                    job.take_zeros();
+                }
                 (job.left == 0).then_some(Ok(()))
             }
-            (Kind::Allocate(_, true), Err(_)) => Some(self.zero(job.at, job.left)),
+            (Kind::Allocate(_, true), Err(_)) => {
+                job.take_zeros();
+                None
+            }
+            // A range that is not aligned to the blocks of a block device, which keeps its data:
+            // the guest sees blocks of 512 bytes.
+            (Kind::Allocate(_, false), Err(Errno(number))) if number == errno::EINVAL as i32 => {
+                Some(Ok(()))
+            }
             (_, Ok(_)) => Some(Ok(())),
             (_, Err(error)) => Some(Err(error.into())),
         }
@@ -503,22 +538,6 @@ impl<H: DiskHost> Worker<'_, H> {
             Some(end) if end <= self.record.sectors => Ok(sector * SECTOR),
             _ => Err(Failure::Invalid),
         }
-    }
-
-    /// Writes zeros.
-    fn zero(&self, mut at: u64, mut left: u64) -> Result<(), Failure> {
-        while left != 0 {
-            let length = left.min(ZEROS.len() as u64);
-            let arguments = [self.fd.into(), ZEROS.as_ptr() as u64, length, at, 0, 0];
-            // SAFETY: the zeros are only read.
-            match unsafe { sys::call(linux::__NR_pwrite64, arguments) } {
-                Ok(0) => return Err(Failure::Host(Errno(errno::EIO as i32))),
-                Ok(done) => (left, at) = (left - done.min(left), at + done),
-                Err(Errno(number)) if number == errno::EINTR as i32 => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
     }
 
     /// Reports the first error of the host for each disk; the guest receives every error.

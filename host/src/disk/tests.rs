@@ -190,6 +190,59 @@ fn a_read_only_disk_is_not_written() {
     }
 }
 
+/// On a host whose fallocate(2) fails, zeros are written in steps, between which the worker
+/// executes other requests.
+#[test]
+fn zeros_without_fallocate_are_written_in_steps() {
+    const LENGTH: u64 = (5 << 20) + SECTOR;
+    let (file, memory, errors) = (file(), Memory::new(), FlushErrors::default());
+    let counters = DeviceCounters::default();
+    file.write_all_at(&vec![7; LENGTH as usize + 1024], 0).unwrap();
+    let mut worker = worker(&file, &errors, &memory, queue(), &counters);
+    worker.record.sectors = LENGTH / SECTOR + 2;
+    let request = &worker.queue.requests[0];
+    write_request(request, op::ZERO, 1, (LENGTH / SECTOR) as u32, &[]);
+    let mut job = Job::NONE;
+    assert!(worker.plan(request, &mut job).is_ok());
+    let (mut result, mut steps) = (Err(Errno(errno::EOPNOTSUPP as i32)), Vec::new());
+    let done = loop {
+        if let Some(done) = worker.on_completion(&mut job, result) {
+            break done;
+        }
+        assert!(matches!(job.entry(), Submission::Write(..)));
+        result = worker.call(&job, 0);
+        steps.extend(result);
+    };
+    assert!(done.is_ok());
+    assert_eq!(steps, [1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, SECTOR]);
+    let mut bytes = vec![0; LENGTH as usize + 1024];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    let (rest, zeros) = (SECTOR as usize, SECTOR as usize..(SECTOR + LENGTH) as usize);
+    assert!(bytes[zeros.clone()].iter().all(|byte| *byte == 0));
+    assert!(bytes[..rest].iter().chain(&bytes[zeros.end..]).all(|byte| *byte == 7));
+}
+
+/// A block device with larger blocks than the guest's refuses to discard a part of one. A discard
+/// may have no effect, but one that the host does not know is reported.
+#[test]
+fn a_discard_may_have_no_effect() {
+    let (file, memory, errors) = (file(), Memory::new(), FlushErrors::default());
+    let counters = DeviceCounters::default();
+    let worker = worker(&file, &errors, &memory, queue(), &counters);
+    for (op, error, is_done) in [
+        (op::DISCARD, errno::EINVAL, Some(true)),
+        (op::DISCARD, errno::EOPNOTSUPP, Some(false)),
+        (op::UNMAP, errno::EINVAL, None),
+    ] {
+        let request = &worker.queue.requests[0];
+        write_request(request, op, 1, 1, &[]);
+        let mut job = Job::NONE;
+        assert!(worker.plan(request, &mut job).is_ok());
+        let done = worker.on_completion(&mut job, Err(Errno(error as i32)));
+        assert_eq!(done.map(|done| done.is_ok()), is_done, "{op} {error}");
+    }
+}
+
 #[test]
 fn requests_are_counted() {
     with_counters(|_, _, client, counters| {

@@ -103,8 +103,9 @@ pub fn serve_image(
 
 /// An open image.
 ///
-/// Several threads use it. The library locks its tables, and holds no lock while it reads data,
-/// writes to allocated clusters, or waits for a sync.
+/// Several threads use it. The library locks its tables, and holds no lock while it reads data or
+/// writes to allocated clusters; while it waits for a sync, it holds only locks of allocating
+/// writes.
 struct Disk<S: Storage + 'static = File> {
     access: FormatAccess<S>,
     claims: RangeLocks,

@@ -24,6 +24,19 @@ use backing::BackingFile;
 const SECTOR: u64 = 512;
 /// Magic number of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
+/// Image formats: name, and place and bytes of the magic number (QEMU, `block/`).
+const IMAGES: [(&str, usize, &[u8]); 8] = [
+    ("qcow2", 0, &QCOW2),
+    ("VMDK", 0, b"KDMV"),
+    ("VMDK", 0, b"COWD"),
+    ("VMDK", 0, b"# Disk DescriptorFile"),
+    ("VHDX", 0, b"vhdxfile"),
+    ("VHD", 0, b"conectix"),
+    ("VDI", 64, b"\x7f\x10\xda\xbe"),
+    ("QED", 0, b"QED\0"),
+];
+/// Bytes from the start that have all magic numbers.
+const START: u64 = 68;
 
 /// Opened disk of a VM.
 #[derive(Debug)]
@@ -86,7 +99,7 @@ impl DiskConfig {
             (length.map_err(|error| failed("measure disk", error))?, Vec::new())
         };
         self.check_length(length, is_image)?;
-        if self.format.is_none() && !is_image && length >= QCOW2.len() as u64 {
+        if self.format.is_none() && !is_image {
             self.check_start(&mut file)?;
         }
         let mut serial = [0; NAME];
@@ -105,15 +118,18 @@ impl DiskConfig {
 
     /// Refuses a file of no named format that begins as an image.
     fn check_start(&self, file: &mut File) -> Result<(), Failure> {
-        let mut start = [0; QCOW2.len()];
-        let read = file.rewind().and_then(|()| file.read_exact(&mut start));
+        let mut start = Vec::new();
+        let read = file.rewind().and_then(|()| file.take(START).read_to_end(&mut start));
         read.map_err(|error| Failure::file("read disk", &self.path, &error))?;
-        match start == QCOW2 {
-            true => Err(self.refuse("looks like a qcow2 image").help(
-                "add format=qcow2 if the image is trusted, format=raw if a guest may have written the header",
-            )),
-            false => Ok(()),
-        }
+        let is_at = |at: usize, magic| start.get(at..).is_some_and(|rest| rest.starts_with(magic));
+        let image = IMAGES.iter().find(|&&(_, at, magic)| is_at(at, magic));
+        let Some(&(format, ..)) = image else { return Ok(()) };
+        let help = match format {
+            "qcow2" => "add format=qcow2 if the image is trusted",
+            _ => "convert it: `qemu-img convert -O qcow2 OLD NEW.qcow2`",
+        };
+        let help = format!("{help}, or format=raw if a guest may have written the header");
+        Err(self.refuse(&format!("looks like a {format} image")).help(help))
     }
 
     /// Checks the length of a raw file in bytes, or the virtual one of an image.
@@ -289,11 +305,19 @@ mod tests {
         assert!(readers.0.record.read_only);
         drop(readers);
         locks(&path);
-        let mut image = vec![0; 512];
-        image[..4].copy_from_slice(&QCOW2);
-        std::fs::write(&path, image).unwrap();
-        assert!(open("").unwrap_err().to_string().contains("qcow2"));
-        assert!(open(",format=raw").is_ok());
+        for (format, at, magic) in IMAGES {
+            for end in [at + magic.len(), 512] {
+                let mut image = vec![0; end];
+                image[at..][..magic.len()].copy_from_slice(magic);
+                std::fs::write(&path, &image).unwrap();
+                let failure = open("").unwrap_err().to_string();
+                assert!(failure.contains(&format!("looks like a {format} image")), "{failure}");
+                assert!(open(",format=raw").is_ok());
+                image[at] ^= 1;
+                std::fs::write(&path, &image).unwrap();
+                assert!(open("").is_ok(), "{format}");
+            }
+        }
         images(folder.path());
         let folder = parse(folder.path().to_str().unwrap()).unwrap();
         assert!(folder.open(0).is_err());

@@ -14,7 +14,7 @@ use cfg_if::cfg_if;
 use maybe_async::maybe_async;
 use parking_lot::RwLock;
 use std::fmt::{self, Display, Formatter};
-use std::io::{self, Write};
+use std::io;
 #[cfg(any(target_os = "linux", target_os = "macos"))]
 use std::os::fd::AsRawFd;
 #[cfg(unix)]
@@ -41,7 +41,14 @@ use windows_sys::Win32::System::IO::DeviceIoControl;
 #[derive(Debug)]
 pub struct File {
     /// The file.
-    file: RwLock<fs::File>,
+    file: fs::File,
+
+    /// Held exclusively to change the file’s length, and shared by what may grow the file while it
+    /// writes data.
+    ///
+    /// A request for it waits for those that hold it, and later ones wait for that request.
+    /// So reads and syncs, which may wait for the disk, do not take it.
+    length_lock: RwLock<()>,
 
     /// For debug purposes, and to resolve relative filenames.
     filename: Option<PathBuf>,
@@ -188,7 +195,7 @@ impl Storage for File {
 
             let len = while_eintr(|| unsafe {
                 libc::preadv(
-                    self.file.read().as_raw_fd(),
+                    self.file.as_raw_fd(),
                     iovec.as_ptr(),
                     iovec.len() as libc::c_int,
                     preadv_offset,
@@ -219,7 +226,8 @@ impl Storage for File {
                     buffer.fill(0);
                     buffer.len()
                 } else {
-                    match self.file.write().seek_read(buffer, offset)? {
+                    let _lock = self.length_lock.write();
+                    match self.file.seek_read(buffer, offset)? {
                         0 => {
                             // End of file (file is shorter than `self.size`)
                             buffer.fill(0);
@@ -247,10 +255,10 @@ impl Storage for File {
 
             // Keep holding the lock until `self.size` is updated, so that `resize()` (which takes
             // the write lock) always sees the current size
-            let file = self.file.read();
+            let _lock = self.length_lock.read();
             let len = while_eintr(|| unsafe {
                 libc::pwritev(
-                    file.as_raw_fd(),
+                    self.file.as_raw_fd(),
                     iovec.as_ptr(),
                     iovec.len() as libc::c_int,
                     pwritev_offset,
@@ -279,9 +287,8 @@ impl Storage for File {
             while !buffer.is_empty() {
                 // Keep holding the lock until `self.size` is updated, so that `resize()` always
                 // sees the current size
-                #[allow(clippy::readonly_write_lock)]
-                let file = self.file.write();
-                let len = file.seek_write(buffer, offset)?;
+                let _lock = self.length_lock.write();
+                let len = self.file.seek_write(buffer, offset)?;
                 if len == 0 {
                     // Should not happen, i.e. is an error
                     return Err(io::ErrorKind::WriteZero.into());
@@ -305,13 +312,16 @@ impl Storage for File {
         self.discard_to_zero(offset, length).await?;
 
         // Unlike discarding, writing zeroes must grow the file if the range reaches past its end.
-        // Everything that grows the file updates `self.size` while holding `self.file`, so under
-        // the write lock, `self.size` is current, and growing (never shrinking) the file to `end`
-        // cannot cut off data written concurrently.
-        #[allow(clippy::readonly_write_lock)]
-        let file = self.file.write();
+        if end <= self.size.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+
+        // Everything that grows the file updates `self.size` while holding `self.length_lock`, so
+        // under the write lock, `self.size` is current, and growing (never shrinking) the file to
+        // `end` cannot cut off data written concurrently.
+        let _lock = self.length_lock.write();
         if end > self.size.load(Ordering::Relaxed) {
-            file.set_len(end)?;
+            self.file.set_len(end)?;
             self.size.fetch_max(end, Ordering::Relaxed);
         }
 
@@ -327,10 +337,15 @@ impl Storage for File {
             .try_into()
             .map_err(|e| io::Error::other(format!("Discard/write-zeroes length error: {e}")))?;
 
-        let file = self.file.read();
+        let _lock = self.length_lock.read();
         // Safe: File descriptor is valid, and the rest are simple integer parameters.
         while_eintr(|| unsafe {
-            libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_ZERO_RANGE, offset, length)
+            libc::fallocate(
+                self.file.as_raw_fd(),
+                libc::FALLOC_FL_ZERO_RANGE,
+                offset,
+                length,
+            )
         })
         .map_err(Self::map_os_err)?;
 
@@ -357,18 +372,18 @@ impl Storage for File {
     }
 
     async fn flush(&self) -> io::Result<()> {
-        self.file.write().flush()
+        // `std::fs::File` has no buffers
+        Ok(())
     }
 
     async fn sync(&self) -> io::Result<()> {
         #[cfg(target_os = "macos")]
         if self.relaxed_sync {
             // Safe: File descriptor is valid and there aren't any other arguments.
-            while_eintr(|| unsafe { libc::fsync(self.file.write().as_raw_fd()) })?;
+            while_eintr(|| unsafe { libc::fsync(self.file.as_raw_fd()) })?;
             return Ok(());
         }
-        // Shared, so that reads and writes do not wait for the disk
-        self.file.read().sync_data()
+        self.file.sync_data()
     }
 
     async unsafe fn invalidate_cache(&self) -> io::Result<()> {
@@ -385,13 +400,13 @@ impl Storage for File {
     }
 
     async fn resize(&self, new_size: u64, prealloc_mode: PreallocateMode) -> io::Result<()> {
-        let file = self.file.write();
+        let lock = self.length_lock.write();
         let current_size = self.size.load(Ordering::Relaxed);
 
         match new_size.cmp(&current_size) {
             std::cmp::Ordering::Equal => return Ok(()),
             std::cmp::Ordering::Less => {
-                file.set_len(new_size)?;
+                self.file.set_len(new_size)?;
                 self.size.fetch_min(new_size, Ordering::Relaxed);
                 return Ok(());
             }
@@ -399,7 +414,7 @@ impl Storage for File {
         }
 
         match prealloc_mode {
-            PreallocateMode::None | PreallocateMode::Zero => file.set_len(new_size)?,
+            PreallocateMode::None | PreallocateMode::Zero => self.file.set_len(new_size)?,
             PreallocateMode::Allocate => {
                 #[cfg(not(unix))]
                 return Err(io::ErrorKind::Unsupported.into());
@@ -410,7 +425,7 @@ impl Storage for File {
                     let len = (new_size - current_size)
                         .try_into()
                         .map_err(io::Error::other)?;
-                    while_eintr(|| unsafe { libc::fallocate(file.as_raw_fd(), 0, ofs, len) })
+                    while_eintr(|| unsafe { libc::fallocate(self.file.as_raw_fd(), 0, ofs, len) })
                         .map_err(Self::map_os_err)?;
                 }
 
@@ -430,17 +445,17 @@ impl Storage for File {
                         fst_bytesalloc: 0, // output
                     };
                     while_eintr(|| unsafe {
-                        libc::fcntl(file.as_raw_fd(), libc::F_PREALLOCATE, &mut params)
+                        libc::fcntl(self.file.as_raw_fd(), libc::F_PREALLOCATE, &mut params)
                     })
                     .map_err(Self::map_os_err)?;
 
-                    file.set_len(new_size)?;
+                    self.file.set_len(new_size)?;
                 }
             }
             PreallocateMode::WriteData => {
                 // FIXME: Keeping the lock would be nice, but resizing concurrently with I/O is
                 // pretty risky anyway.
-                drop(file);
+                drop(lock);
                 write_full_zeroes(self, current_size, new_size - current_size).await?;
             }
         }
@@ -512,7 +527,8 @@ impl File {
         assert!(mem_align.is_power_of_two());
 
         Ok(File {
-            file: RwLock::new(file),
+            file,
+            length_lock: RwLock::new(()),
             filename,
             req_align,
             mem_align,
@@ -992,11 +1008,10 @@ impl File {
             .try_into()
             .map_err(|e| io::Error::other(format!("Discard/write-zeroes length error: {e}")))?;
 
-        let file = self.file.read();
         // Safe: File descriptor is valid, and the rest are simple integer parameters.
         while_eintr(|| unsafe {
             libc::fallocate(
-                file.as_raw_fd(),
+                self.file.as_raw_fd(),
                 libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
                 offset,
                 length,
@@ -1023,13 +1038,12 @@ impl File {
             BeyondFinalZero: end,
         };
         let mut _returned = 0;
-        let file = self.file.read();
         // Safe: File handle is valid, mandatory pointers (input, returned length) are passed and
         // valid, the parameter type matches the call, and the input size matches the object
         // passed.
         let ret = unsafe {
             DeviceIoControl(
-                file.as_raw_handle(),
+                self.file.as_raw_handle(),
                 FSCTL_SET_ZERO_DATA,
                 (&params as *const FILE_ZERO_DATA_INFORMATION).cast::<std::ffi::c_void>(),
                 size_of_val(&params) as u32,
@@ -1062,9 +1076,8 @@ impl File {
             fp_offset: offset,
             fp_length: length,
         };
-        let file = self.file.read();
         // Safe: FD is valid, passed pointer is valid and its type matches the call.
-        while_eintr(|| unsafe { libc::fcntl(file.as_raw_fd(), libc::F_PUNCHHOLE, &params) })
+        while_eintr(|| unsafe { libc::fcntl(self.file.as_raw_fd(), libc::F_PUNCHHOLE, &params) })
             .map_err(Self::map_os_err)?;
 
         Ok(())
@@ -1275,6 +1288,48 @@ mod tests {
         env::var_os("TEST_DIR")
             .map(PathBuf::from)
             .unwrap_or_else(env::temp_dir)
+    }
+
+    /// While a write waits for the disk, and another request for it, to grow the file, reads and
+    /// syncs must not wait.
+    #[cfg(feature = "sync")]
+    #[test]
+    fn reads_do_not_wait_for_slow_writes() -> io::Result<()> {
+        use std::sync::{mpsc, Arc};
+        use std::thread;
+        use std::time::Duration;
+
+        let path = test_dir().join(format!("imago-slow-write-{}.raw", std::process::id()));
+        let _temp_path = TempPath(path.clone());
+        let file = Arc::new(File::create_open(
+            StorageCreateOptions::new().filename(&path).size(1 << 20),
+        )?);
+
+        // What a write holds
+        let lock = file.length_lock.read();
+        let (done, results) = mpsc::channel();
+        let start = |operation: fn(&File) -> io::Result<()>| {
+            let (file, done) = (Arc::clone(&file), done.clone());
+            let thread = thread::spawn(move || done.send(operation(&file)));
+            // Let it wait, if it does, before the next one
+            thread::sleep(Duration::from_millis(100));
+            thread
+        };
+        start(|file| file.flush());
+        // Reports an error if the filesystem cannot do it
+        start(|file| unsafe { file.pure_write_zeroes(65536, 65536) }.or(Ok(())));
+        let grows = start(|file| file.write_zeroes(1 << 20, 65536));
+        start(|file| file.read(&mut [0u8; 512][..], 0));
+        start(|file| file.sync());
+        for _ in 0..4 {
+            let result = results.recv_timeout(Duration::from_secs(10));
+            result.expect("A request waits for the write")?;
+        }
+        drop(lock);
+        results.recv().unwrap()?;
+        grows.join().unwrap().unwrap();
+        assert_eq!(file.size()?, (1 << 20) + 65536);
+        Ok(())
     }
 
     struct TempPath(PathBuf);

@@ -12,6 +12,9 @@ use crate::report::report;
 enum Mark {
     Unset,
     Set,
+    /// The bit could not be set: it may be missing on disk, although the host reports that once. No
+    /// further writes.
+    Failed,
     /// Closed: no further writes.
     Closed,
 }
@@ -86,12 +89,19 @@ impl Marking {
     /// Marks the image before a change.
     ///
     /// # Errors
-    /// Errors of the host, or the image is closed.
+    /// Errors of the host, now or at an earlier change, or the image is closed.
     pub fn begin_change(&self) -> io::Result<()> {
         let mut mark = self.mark();
         match (*mark, &self.marker) {
             (Mark::Closed, _) => return Err(io::Error::other("the image is closed")),
-            (Mark::Unset, Some(marker)) => marker.write(true)?,
+            (Mark::Failed, _) => {
+                return Err(io::Error::other(
+                    "the image could not be marked as dirty; it must be reopened",
+                ));
+            }
+            (Mark::Unset, Some(marker)) => {
+                marker.write(true).inspect_err(|_| *mark = Mark::Failed)?;
+            }
             _ => {}
         }
         *mark = Mark::Set;

@@ -17,13 +17,19 @@ use crate::worker::testing::{LIMIT, Rig};
 
 const SECTORS: u64 = 4096;
 
+/// Creates an empty image with clusters of `cluster` bytes.
+fn empty_image(cluster: usize) -> tempfile::NamedTempFile {
+    let place = tempfile::NamedTempFile::new().unwrap();
+    let options = StorageOpenOptions::new().write(true);
+    let file = File::from_open_file(place.reopen().unwrap(), options).unwrap();
+    let builder: Qcow2CreateBuilder<File> = Qcow2::<File>::create_builder(file);
+    builder.cluster_size(cluster).size(SECTORS * SECTOR).create().unwrap();
+    place
+}
+
 /// Creates an image with data at its beginning.
 fn image() -> (tempfile::NamedTempFile, Vec<u8>) {
-    let place = tempfile::NamedTempFile::new().unwrap();
-    let options = || StorageOpenOptions::new().write(true);
-    let file = File::from_open_file(place.reopen().unwrap(), options()).unwrap();
-    let builder: Qcow2CreateBuilder<File> = Qcow2::<File>::create_builder(file);
-    builder.size(SECTORS * SECTOR).create().unwrap();
+    let place = empty_image(1 << 16);
     let disk = open(&place).unwrap();
     disk.access.write(&vec![7; 5000], 512).unwrap();
     drop(disk);
@@ -131,8 +137,7 @@ struct SlowDisk {
     go: Sender<()>,
 }
 
-fn slow() -> SlowDisk {
-    let (place, _) = image();
+fn slow(place: &tempfile::NamedTempFile) -> SlowDisk {
     let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
     let file = File::from_open_file(file, StorageOpenOptions::new().write(true)).unwrap();
     let ((begun, begins), (go, gone)) = (channel(), channel());
@@ -150,7 +155,7 @@ fn slow() -> SlowDisk {
 /// error once.
 #[test]
 fn flushes_beside_one_that_fails() {
-    let SlowDisk { disk, holds, fails, begins, go } = slow();
+    let SlowDisk { disk, holds, fails, begins, go } = slow(&image().0);
     let mut rig = Rig::new(disk, 2);
     holds.store(SYNC, SeqCst);
     fails.store(true, SeqCst);
@@ -170,7 +175,7 @@ fn flushes_beside_one_that_fails() {
 #[test]
 fn zeros_beside_a_write() {
     for op in [op::ZERO, op::UNMAP] {
-        let SlowDisk { disk, holds, begins, go, .. } = slow();
+        let SlowDisk { disk, holds, begins, go, .. } = slow(&image().0);
         let mut rig = Rig::new(disk, 2);
         rig.memory.write_slice(0, &[9; 4096]).unwrap();
         // In an unallocated cluster.
@@ -196,7 +201,7 @@ fn zeros_beside_a_write() {
 
 #[test]
 fn a_slow_host_holds_nothing_else_up() {
-    let SlowDisk { disk, holds, begins, go, .. } = slow();
+    let SlowDisk { disk, holds, begins, go, .. } = slow(&image().0);
     let mut rig = Rig::new(disk, 4);
     let done = |id: u16| (id, status::DONE);
     let part = |id: u64| [(id << 13, 4096)];
@@ -251,6 +256,30 @@ fn a_slow_host_holds_nothing_else_up() {
     let mut bytes = [0; 4096];
     rig.memory.read_slice(1 << 13, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 4096]);
+}
+
+/// A write that needs a new L2 table waits until its count is on the disk, and reads of other
+/// tables do not wait for that.
+#[test]
+fn reads_beside_a_new_table() {
+    // A table maps 64 sectors.
+    let SlowDisk { disk, holds, begins, go, .. } = slow(&empty_image(512));
+    let mut rig = Rig::new(disk, 2);
+    rig.memory.write_slice(0, &[9; 4096]).unwrap();
+    rig.submit(0, op::WRITE, 0, &[(0, 4096)], 0);
+    assert_eq!(rig.ended(), (0, status::DONE));
+    holds.store(SYNC, SeqCst);
+    rig.submit(1, op::WRITE, 1024, &[(0, 4096)], 0);
+    assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
+    rig.submit(2, op::READ, 0, &[(8192, 4096)], 0);
+    assert_eq!(rig.ended(), (2, status::DONE));
+    go.send(()).unwrap();
+    assert_eq!(rig.ended(), (1, status::DONE));
+    rig.submit(3, op::READ, 1024, &[(4096, 4096)], 0);
+    assert_eq!(rig.ended(), (3, status::DONE));
+    let mut bytes = [0; 8192];
+    rig.memory.read_slice(4096, &mut bytes).unwrap();
+    assert_eq!(bytes, [9; 8192]);
 }
 
 /// Threads that each write their own part, concurrently with flushes and deallocations; the
@@ -402,6 +431,17 @@ fn an_image_with_requests_stays_marked() {
     disk.marking.begin_change().unwrap();
     disk.close(false);
     assert!(Header::read(place.as_file()).unwrap().is_dirty());
+}
+
+/// After an image could not be marked, it is not changed: the host may report the lost mark once.
+#[test]
+fn an_image_without_its_mark_is_not_changed() {
+    let (place, _) = image();
+    let marking = Marking::new(&fs::File::open(place.path()).unwrap()).unwrap();
+    let first = marking.begin_change().unwrap_err();
+    assert!(first.raw_os_error().is_some(), "the file is open to read: {first}");
+    let second = marking.begin_change().unwrap_err();
+    assert!(second.to_string().contains("must be reopened"), "{second}");
 }
 
 /// Arbitrary file contents give an error or a working disk, never the end of the process.

@@ -604,7 +604,9 @@ impl<S: Storage + 'static> FormatAccess<S> {
                 // Non-zero tail, we cannot zero that cluster.  Still try to zero as much as
                 // possible.
                 fully_zeroed = false;
-                aligned_end -= gran;
+                // The end may have been limited to that of an image that does not end with a whole
+                // cluster, and so be in the first one
+                aligned_end = end - end % gran;
             }
 
             while aligned_start < aligned_end {

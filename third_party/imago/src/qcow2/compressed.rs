@@ -3,6 +3,7 @@
 use super::*;
 use crate::io_buffers::IoBuffer;
 use crate::sync_primitives::RwLockEitherGuard;
+use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
 use miniz_oxide::inflate::core::{decompress as inflate, DecompressorOxide};
 use miniz_oxide::inflate::TINFLStatus;
 use std::num::NonZero;
@@ -72,26 +73,56 @@ impl<'a> CompressedClusterReadGuard<'a> {
             .read(&mut compressed_buf, self.host_offset.0)
             .await?;
 
-        let mut dec_ox = DecompressorOxide::new();
-        let (status, _read, written) =
-            inflate(&mut dec_ox, compressed_buf.as_ref().into_slice(), buf, 0, 0);
-
-        // Because `length` will generally exceed the actual length, `HasMoreOutput` is expected
-        // and can be ignored
-        if status != TINFLStatus::Done && status != TINFLStatus::HasMoreOutput {
-            return Err(io::Error::other(format!(
-                "Failed to decompress cluster (host offset {}+{length}): {status:?}",
+        decompress(compressed_buf.as_ref().into_slice(), buf).map_err(|err| {
+            io::Error::other(format!(
+                "Failed to decompress cluster (host offset {}+{length}): {err}",
                 self.host_offset.0,
-            )));
-        }
-        if written < buf.len() {
-            return Err(io::Error::other(format!(
-                "Failed to decompress cluster (host offset {}+{length}): Decompressed {written} bytes, expected {}",
-                self.host_offset.0,
-                buf.len(),
-            )));
-        }
+            ))
+        })
+    }
+}
 
-        Ok(())
+/// Decompress a whole cluster.
+///
+/// Nothing of what is in `buf` before is in it afterwards: Without the flag, `buf` would be a
+/// ring buffer, and a stream could copy what it has not written yet.
+fn decompress(compressed: &[u8], buf: &mut [u8]) -> Result<(), String> {
+    let mut dec_ox = DecompressorOxide::new();
+    let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
+    let (status, _read, written) = inflate(&mut dec_ox, compressed, buf, 0, flags);
+
+    // Because `compressed` will generally exceed the actual length, `HasMoreOutput` is expected
+    // and can be ignored
+    if status != TINFLStatus::Done && status != TINFLStatus::HasMoreOutput {
+        return Err(format!("{status:?}"));
+    }
+    if written < buf.len() {
+        return Err(format!(
+            "Decompressed {written} bytes, expected {}",
+            buf.len()
+        ));
+    }
+
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::decompress;
+
+    /// A stream must not read what was in the buffer before.
+    #[test]
+    fn distance_beyond_the_start() {
+        // One last block with the fixed code: literal 'a', match of length 3 and distance 1 or 2,
+        // end of block
+        for (stream, is_valid) in [
+            ([0x4b, 0x04, 0x02, 0x00], true),
+            ([0x4b, 0x04, 0x22, 0x00], false),
+        ] {
+            let mut buf = *b"keys";
+            let result = decompress(&stream, &mut buf);
+            assert_eq!(result.is_ok(), is_valid, "{buf:?} {result:?}");
+            assert!(!is_valid || buf == *b"aaaa");
+        }
     }
 }

@@ -304,13 +304,18 @@ impl<S: Storage, F: WrappedFormat<S>> Qcow2<S, F> {
 
         self.need_writable()?;
 
+        // Only one at a time, but with the L1 table unlocked while this waits for the disk, so that
+        // reads do not
+        let _lock = self.l2_creation_lock.lock().await;
+
         let mut l1_locked = self.l1_table.write().await;
         let l1_index = offset.l1_index(cb);
         if !l1_locked.in_bounds(l1_index) {
             l1_locked = self.grow_l1_table(l1_locked, l1_index).await?;
         }
-
         let l1_entry = l1_locked.get(l1_index);
+        drop(l1_locked);
+
         let mut l2_table = if let Some(l2_offset) = l1_entry.l2_offset() {
             let l2_cluster = l2_offset.checked_cluster(cb).ok_or_else(|| {
                 invalid_data(format!(
@@ -334,12 +339,20 @@ impl<S: Storage, F: WrappedFormat<S>> Qcow2<S, F> {
 
         // Neither the L2 table nor its refcount may reach the disk after the pointer to it
         self.caches.settle_refcounts().await?;
+
+        // Before another request can find the pointer and load a second copy.  If the pointer is
+        // not entered, the next table in this cluster replaces this one.
+        let l2_table = Arc::new(l2_table);
+        self.caches.l2_insert(Arc::clone(&l2_table)).await?;
+
+        let mut l1_locked = self.l1_table.write().await;
         l1_locked.enter_l2_table(l1_index, &l2_table, Some(l2_allocation))?;
         l1_locked
             .write_entry(self.metadata.as_ref(), l1_index)
             .await
             // The L1 table in memory is not the one on disk then
             .inspect_err(|_| self.caches.set_failed())?;
+        drop(l1_locked);
 
         // Free old L2 table, if any
         if let Some(l2_offset) = l1_entry.l2_offset() {
@@ -350,8 +363,6 @@ impl<S: Storage, F: WrappedFormat<S>> Qcow2<S, F> {
             self.process_clusters_to_free().await;
         }
 
-        let l2_table = Arc::new(l2_table);
-        self.caches.l2_insert(Arc::clone(&l2_table)).await?;
         Ok(l2_table)
     }
 
@@ -919,6 +930,21 @@ mod tests {
         assert!(mapping.is_nonblocking());
         assert_eq!(mapping.offset(), host_offset);
         image.commit_data_mapping(mapping).await.unwrap();
+    }
+
+    /// Zeroing a part of an image that is smaller than a cluster must zero that part.
+    #[maybe_async::test(feature = "sync", async(feature = "async", tokio::test))]
+    async fn test_zero_part_of_small_image() {
+        let state = Arc::new(MemStorageState::default());
+        let image = FormatAccess::new(create_image(&state, 256, 16).await);
+
+        image.write(&[0x11u8; 256][..], 0).await.unwrap();
+        image.write_zeroes(64, 64).await.unwrap();
+
+        let mut buf = [0xffu8; 256];
+        image.read(&mut buf[..], 0).await.unwrap();
+        assert!(buf[..64] == [0x11u8; 64] && buf[128..] == [0x11u8; 128]);
+        assert!(buf[64..128] == [0u8; 64], "Range has not been zeroed");
     }
 
     /// A prepared data mapping must be rejected by an image it does not belong to (and discarded).

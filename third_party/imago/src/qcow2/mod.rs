@@ -68,6 +68,10 @@ pub struct Qcow2<S: Storage + 'static, F: WrappedFormat<S> + 'static = FormatAcc
     header: Arc<Header>,
     /// L1 table.
     l1_table: RwLock<L1Table>,
+    /// Serializes the creation of L2 tables.
+    ///
+    /// Taken before `l1_table`’s lock.
+    l2_creation_lock: Mutex<()>,
 
     /// L2 and refblock caches
     caches: Arc<MetadataCaches<S>>,
@@ -149,6 +153,7 @@ impl<S: Storage + 'static, F: WrappedFormat<S> + 'static> Qcow2<S, F> {
 
             header,
             l1_table: RwLock::new(l1_table),
+            l2_creation_lock: Default::default(),
 
             caches,
             allocator,
