@@ -117,7 +117,11 @@ pub fn device_process(access: DeviceAccess) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     allow_all(&mut rules, ALWAYS);
     match access {
-        DeviceAccess::Own => allow_all(&mut rules, OWN),
+        DeviceAccess::Own => {
+            allow_all(&mut rules, OWN);
+            // Size of a block device, the base of an overlay.
+            allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::BLKGETSIZE64)]])?;
+        }
         DeviceAccess::Read => {
             allow_all(&mut rules, BELOW);
             let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;

@@ -284,11 +284,10 @@ fn a_process_of_a_disk_may_do_this_and_no_more() {
     let may = |call, arguments| allows(worker, call, X86_64, arguments);
     for fd in 0..64 {
         let is_disk = (6..14).contains(&fd);
-        // preadv2, pwritev, pwrite64, fdatasync, fallocate
+        // preadv2, pwritev, fdatasync, fallocate
         for (call, arguments) in [
             (327, [fd, 1, 1, 0, 0, NOWAIT]),
             (296, [fd, 1, 1, 0, 0, 0]),
-            (18, [fd, 1, 1, 0, 0, 0]),
             (75, [fd, 0, 0, 0, 0, 0]),
             (285, [fd, 3, 0, 512, 0, 0]),
         ] {
@@ -335,8 +334,8 @@ fn a_machine_of_kvm_may_do_this_and_no_more() {
         }
     }
     for fd in 0..64 {
-        // preadv2, pwritev, pwrite64, fdatasync
-        for call in [327, 296, 18, 75] {
+        // preadv2, pwritev, fdatasync
+        for call in [327, 296, 75] {
             assert_eq!(may(call, [fd, 1, 1, 0, 0, 0]), (6..14).contains(&fd), "{call} {fd}");
         }
     }
@@ -391,6 +390,21 @@ fn a_process_of_a_folder_may_do_this_and_no_more() {
         ];
         all(filter, &never.map(|call| (call, [3; 6])), false);
     }
+}
+
+/// The process of an image reads the size of a block device, and sends no other ioctl.
+#[test]
+fn a_process_of_an_image_may_do_this_and_no_more() {
+    const BLKGETSIZE64: u64 = 0x8008_1272;
+    let own = pack(&device_process(DeviceAccess::Own).and_then(compile).unwrap()).unwrap();
+    let may = |call, arguments| allows(&own, call, X86_64, arguments);
+    assert!(may(16, [16, BLKGETSIZE64, 4096, 0, 0, 0]));
+    // BLKDISCARD, BLKZEROOUT, BLKROSET, BLKRRPART, FICLONE, FIONBIO, TIOCSTI
+    for other in [0x1277, 0x127f, 0x125d, 0x125f, 0x4004_9409, 0x5421, 0x5412, 0] {
+        assert!(!may(16, [16, other, 4096, 0, 0, 0]), "{other:#x}");
+    }
+    // fallocate, pwritev; openat
+    assert!(may(285, [3; 6]) && may(296, [3; 6]) && !may(257, [3; 6]));
 }
 
 /// The switch server forwards frames, reads peer credentials, and locks its folder.

@@ -145,7 +145,7 @@ pub fn disks(rules: &mut Rules) -> Result<(), BackendError> {
     for flags in [0, linux::RWF_NOWAIT] {
         allow(linux::__NR_preadv2, Some((5, flags)))?;
     }
-    for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
+    for call in [linux::__NR_pwritev, linux::__NR_fdatasync] {
         allow(call, None)?;
     }
     for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
@@ -221,7 +221,7 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     // `SECCOMP_SET_MODE_FILTER` without flags.
     allow(&mut rules, linux::__NR_seccomp, &[&[(0, 1), (1, 0)]])?;
     // Timer of a guest process.
-    allow(&mut rules, linux::__NR_timer_create, &[&[(0, linux::CLOCK_MONOTONIC)]])?;
+    allow(&mut rules, linux::__NR_timer_create, &[&[(0, linux::CLOCK_BOOTTIME)]])?;
     allow_all(
         &mut rules,
         &[

@@ -30,6 +30,13 @@ pub enum Error {
         /// Available.
         available: u64,
     },
+    /// More memory than the guest kernel's direct map has room for, in bytes.
+    MemoryLimit {
+        /// Requested.
+        memory: u64,
+        /// Largest supported size.
+        limit: u64,
+    },
     /// More disks than supported.
     TooManyDisks(usize),
     /// More networks than supported.
@@ -56,6 +63,11 @@ impl Error {
     /// The kernel file ends too early.
     pub(crate) const TRUNCATED: Self =
         Self::Kernel("the kernel file is truncated", "build or copy it again");
+    /// A symbol or value that the VM's start uses is not one of Linux.
+    pub(crate) const UNUSABLE: Self = Self::Kernel(
+        "a symbol of the kernel is outside of its image, or has an invalid value",
+        "use the `vmlinux` of `parador kernel build`",
+    );
 }
 
 impl fmt::Display for Error {
@@ -78,6 +90,9 @@ impl fmt::Display for Error {
             Self::TooMuchMemory { wanted, available } => {
                 let (wanted, available) = (wanted >> 20, available >> 20);
                 write!(f, "{wanted} MiB of memory requested; the host has {available} MiB")
+            }
+            Self::MemoryLimit { memory, limit } => {
+                write!(f, "{} MiB of memory requested (limit {} MiB)", memory >> 20, limit >> 20)
             }
             Self::TooManyDisks(count) => {
                 write!(f, "{count} disks (limit {})", proto::hosted::MAX_DISKS)
@@ -109,7 +124,7 @@ impl Error {
             Self::Boot(BootError::TooLittleMemory { .. } | BootError::InitrdTooLarge { .. }) => {
                 Some("increase --memory")
             }
-            Self::TooMuchMemory { .. } => Some("reduce --memory"),
+            Self::TooMuchMemory { .. } | Self::MemoryLimit { .. } => Some("reduce --memory"),
             Self::Lacking(_) => Some("`parador system emulate` runs VMs without it, slowly"),
             _ => None,
         }

@@ -244,7 +244,7 @@ impl<'a> Image<'a> {
             load.then(|| segment.p_paddr.get(ENDIAN).saturating_add(segment.p_memsz.get(ENDIAN)))
         });
         // The segment includes memory that Linux reserves after `_end`.
-        ends.max().unwrap_or(0).next_multiple_of(PAGE)
+        ends.max().unwrap_or(0).checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
     }
 
     fn relocate_sections(&self, kernel: &Loaded<'_>) -> Result<(), Error> {

@@ -13,7 +13,7 @@ use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
 
 use crate::Error;
-use crate::image::{Image, moved, physical};
+use crate::image::{Image, physical};
 
 /// Two page tables after the ACPI tables, in memory that the guest's memory map reserves: the root
 /// that translates kernel addresses below 2 GiB, and the next level.
@@ -70,6 +70,7 @@ pub struct Prepared {
 pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Error> {
     let xcr0 = check_host()?;
     check_memory(machine.memory)?;
+    check_direct_map(machine.memory)?;
     check_counts(machine)?;
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
@@ -214,11 +215,11 @@ fn fill(
     image.relocate(memory)?;
     start.rdi = vmm_boot::load_rest(memory, &rest)?;
     let write = |at: u64, value: u64| memory.write(at, value).map_err(failed);
+    let table = |name| place(image, name);
     for (name, value) in VARIABLES {
-        write(physical(image.symbol(name)?), value)?;
+        write(table(name)?, value)?;
     }
     // Page tables as Linux' start-up code leaves them, but in the lower half.
-    let table = |name| image.symbol(name).map(physical);
     let (level_2, level_1) = (table("level2_kernel_pgt")?, table("level1_fixmap_pgt")?);
     memory.fill(ROOT, 2 * 0x1000, 0).map_err(failed)?;
     write(ROOT, LEVEL_3 | TABLE)?;
@@ -231,9 +232,9 @@ fn fill(
     write(top, LEVEL_3 | TABLE)?;
     start.cr3 = top;
     let read = |name| -> Result<u64, Error> { memory.read(table(name)?).map_err(failed) };
-    start.rip = moved(image.symbol("x86_64_start_kernel")?);
+    start.rip = layout::IMAGE + table("x86_64_start_kernel")?;
     // As after a call; the return address is not used.
-    start.rsp = read("initial_stack")? - 8;
+    start.rsp = read("initial_stack")?.checked_sub(8).ok_or(Error::UNUSABLE)?;
     start.gs_base = read("initial_gs")?;
     let descriptor = table("early_gdt_descr")?;
     start.gdt_limit = memory.read::<u16>(descriptor).map_err(failed)?.into();
@@ -247,10 +248,19 @@ fn fill(
         (&mut start.early_gdt, "early_gdt_descr"),
     ];
     for (word, name) in words {
-        *word = moved(image.symbol(name)?);
+        *word = layout::IMAGE + table(name)?;
+    }
+    if start.code_end < start.code {
+        return Err(Error::UNUSABLE);
     }
     start.initial_cr3 = table("init_top_pgt")?;
     Ok(())
+}
+
+/// Returns the guest-physical address of a symbol, which is in the kernel image.
+fn place(image: &Image<'_>, name: &'static str) -> Result<u64, Error> {
+    let address = physical(image.symbol(name)?);
+    if address < image.end() { Ok(address) } else { Err(Error::UNUSABLE) }
 }
 
 /// Reads eight unaligned bytes.
@@ -272,6 +282,13 @@ pub fn check_memory(wanted: u64) -> Result<(), Error> {
     if wanted > available { Err(Error::TooMuchMemory { wanted, available }) } else { Ok(()) }
 }
 
+/// Checks that guest memory fits into the direct map of the guest kernel. Of each VM with more than
+/// 3 GiB the hole below 4 GiB is there, too.
+fn check_direct_map(memory: u64) -> Result<(), Error> {
+    const LIMIT: u64 = layout::VMALLOC - layout::DIRECT - (4 << 30);
+    if memory > LIMIT { Err(Error::MemoryLimit { memory, limit: LIMIT }) } else { Ok(()) }
+}
+
 /// Registers after `CPUID`, which only x86 CPUs have.
 #[cfg(not(target_arch = "x86_64"))]
 #[derive(Default)]
@@ -288,8 +305,9 @@ fn cpuid(_leaf: u32, _subleaf: u32) -> CpuidResult {
     CpuidResult::default()
 }
 
-/// Checks that host CPU and kernel support the process back end. Returns the extended state that
-/// the guest may use (`XCR0`).
+/// Checks that host CPU and kernel support the process back end. Returns the extended state of the
+/// CPU that a guest may use (`XCR0`). The host kernel may have disabled a part of it, which the
+/// wedge excludes: it reads `XCR0`.
 ///
 /// # Errors
 /// [`Error::Lacking`]
@@ -342,6 +360,19 @@ fn check_processor(features: u32, hwcap2: usize) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_stays_below_the_vmalloc_area() {
+        let limit = 1020 << 30;
+        check_direct_map(limit).unwrap();
+        let error = check_direct_map(limit + PAGE_SIZE).unwrap_err();
+        assert!(error.to_string().contains("limit 1044480 MiB"), "{error}");
+        assert_eq!(error.help(), Some("reduce --memory"));
+        let hole = vmm_machine::layout_with_pci().hole_start;
+        let ranges = vmm_boot::ram_ranges(limit, hole);
+        let end = ranges.map(|(start, length)| start + length).max();
+        assert!(end.is_some_and(|end| layout::DIRECT + end <= layout::VMALLOC));
+    }
 
     #[test]
     fn hosts_that_lack_something() {

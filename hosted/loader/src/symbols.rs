@@ -53,7 +53,9 @@ fn text_section(start: u64, end: u64, sh_name: u32) -> SectionHeader {
 fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     let bounds = functions.first().zip(functions.last());
     let ((first, ..), (last, size, _)) = bounds.ok_or(Error::Symbol("_stext"))?;
-    let (start, end) = (physical_of_moved(*first), physical_of_moved(*last) + size);
+    let start = physical_of_moved(*first);
+    let end = physical_of_moved(*last).checked_add(*size).filter(|end| *end >= start);
+    let end = end.ok_or(Error::UNUSABLE)?;
 
     let mut bytes = Vec::new();
     let mut writer = Writer::new(Endianness::Little, true, &mut bytes);
@@ -123,5 +125,9 @@ mod tests {
             .collect();
         assert_eq!(found, [(0x100_0000, 16, "first"), (0x100_0010, 32, "second")]);
         assert!(write(&[]).is_err());
+        for (last, size) in [(0x4100_0010, u64::MAX), (0x3fff_ffff, 1), (0, u64::MAX)] {
+            let functions = [(0x4100_0000, 16, "first".to_owned()), (last, size, String::new())];
+            assert!(write(&functions).is_err(), "{last:#x}");
+        }
     }
 }

@@ -95,10 +95,51 @@ fn kernel(sites: &[u8], relocations: &[u8]) -> Vec<u8> {
 
 fn symbols() -> Vec<u8> {
     let mut symbols = vec![0; 24];
-    // Its name, global data in section 1.
-    halves(&mut symbols, &[1, 0x11 | 1 << 16]);
-    words(&mut symbols, &[LINKED, 8]);
+    symbol(&mut symbols, 1, LINKED);
     symbols
+}
+
+/// Global data in section 1, with the place of its name.
+fn symbol(symbols: &mut Vec<u8>, name: u32, address: u64) {
+    halves(symbols, &[name, 0x11 | 1 << 16]);
+    words(symbols, &[address, 8]);
+}
+
+/// Symbols that the start of a VM uses.
+const OF_LINUX: [&str; 15] = [
+    "page_offset_base",
+    "vmalloc_base",
+    "vmemmap_base",
+    "phys_base",
+    "level2_kernel_pgt",
+    "level1_fixmap_pgt",
+    "early_top_pgt",
+    "x86_64_start_kernel",
+    "initial_stack",
+    "initial_gs",
+    "early_gdt_descr",
+    "_text",
+    "_etext",
+    "initial_code",
+    "init_top_pgt",
+];
+
+/// A kernel with Linux' symbols, at the end of its memory except for `changed`.
+fn linux(changed: &[(&str, u64)]) -> Vec<u8> {
+    let (mut names, mut symbols) = (b"\0x\0".to_vec(), symbols());
+    for name in OF_LINUX {
+        let found = changed.iter().find(|(other, _)| *other == name);
+        symbol(&mut symbols, names.len() as u32, found.map_or(LINKED + 0x1000, |found| found.1));
+        names.extend_from_slice(name.as_bytes());
+        names.push(0);
+    }
+    elf(&[
+        (".text", PROGBITS, ALLOC, &[1; 16], [0; 2]),
+        ("parador_sites_1", PROGBITS, ALLOC, &SITE, [0; 2]),
+        (".strtab", STRTAB, 0, &names, [0; 2]),
+        (".symtab", SYMTAB, 0, &symbols, [3, 1]),
+        (".rela.text", RELA, 0, &relocation(0, ABSOLUTE), [4, 1]),
+    ])
 }
 
 fn relocation(at: u64, kind: u64) -> Vec<u8> {
@@ -190,6 +231,30 @@ fn kernels_that_cannot_be_moved() {
     refused(&kernel(&SITE, &relocation(0, 99)), "reference to x at");
     // Moved, but not Linux.
     refused(&whole(), "no symbol `");
+}
+
+#[test]
+fn kernels_with_unusable_symbols() {
+    // The segment begins with the ELF header, of which this place is not 0.
+    const STACK: (&str, u64) = ("initial_stack", LINKED + 16);
+    for name in OF_LINUX {
+        // Before the image, behind it, and at the end of the address space.
+        for address in [0xffff_ffff_7fff_f000, LINKED + 0x2000, 0] {
+            refused(&linux(&[(name, address), STACK]), "outside of its image");
+        }
+    }
+    // Filled with zeros: no room for a return address.
+    refused(&linux(&[("initial_stack", LINKED + 0x1800)]), "invalid value");
+    refused(&linux(&[STACK, ("_text", LINKED + 0x1008)]), "invalid value");
+    let mut large = linux(&[STACK]);
+    // Its length in memory.
+    large[104..112].fill(0xff);
+    refused(&large, "--memory");
+    let valid = rustix::fs::memfd_create("kernel", rustix::fs::MemfdFlags::empty());
+    let mut valid = File::from(valid.unwrap());
+    valid.write_all(&linux(&[STACK])).unwrap();
+    let source = KernelReader::new(valid).unwrap();
+    Image::parse(&source).and_then(|image| prepare(&image, &machine(MEMORY))).unwrap();
 }
 
 #[test]

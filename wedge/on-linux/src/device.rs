@@ -1,6 +1,8 @@
 //! Device process: serves the consoles, creates the guest processes, forwards notifications, and
 //! ends all processes with the VM.
 
+mod output;
+
 use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
@@ -12,6 +14,7 @@ use proto::hosted::{
 };
 use vmm_vcpu::MAX_VCPUS;
 
+use crate::device::output::{ConsoleOutput, OutputState};
 use crate::isolation::user_thread;
 use crate::linux::signals::{KICK, TIMER};
 use crate::mmu::ram::Ram;
@@ -22,6 +25,7 @@ use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, v
 use crate::{balloon, children, debug, disk, kick, net, processes};
 
 const READABLE: u16 = linux::POLLIN as u16;
+const WRITABLE: u16 = linux::POLLOUT as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed
 /// fork.
 const EXIT_TRIES: u32 = 20;
@@ -41,6 +45,8 @@ pub struct DeviceServer {
     user_processes: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
+    /// By console.
+    outputs: [ConsoleOutput; 2],
     /// The guest may run: statements of guest processes are the guest's from then on.
     has_started: bool,
 }
@@ -93,7 +99,8 @@ impl DeviceServer {
     /// Creates the state with the workers of disks and networks, and without guest processes.
     pub fn new(ram: Ram, disks: [u32; disk::MAX_WORKERS], nets: [u32; net::MAX_WORKERS]) -> Self {
         let none = [[0; SLOTS]; MAX_VCPUS];
-        Self { ram, guests: none, user_processes: none, disks, nets, has_started: false }
+        let outputs = [const { ConsoleOutput::new() }; 2];
+        Self { ram, guests: none, user_processes: none, disks, nets, outputs, has_started: false }
     }
 
     /// Creates the process of a slot of a vCPU, if the slot exists and has none.
@@ -145,12 +152,14 @@ impl DeviceServer {
 
     /// Creates the process that a vCPU will need next, before it is needed: Linux uses the lowest
     /// free PCID.
-    fn create_next_guest(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
+    fn create_next_guest(&mut self, vcpu: usize) {
         let guests = self.guests.get(vcpu);
-        match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
-            // The last slot serves all address spaces without their own slot.
-            Some(slot) if slot < config::slots() - 1 => self.create_guest(vcpu, slot),
-            _ => Ok(()),
+        // The last slot serves all address spaces without their own slot.
+        if let Some(slot) = guests.and_then(|guests| guests.iter().position(|guest| *guest == 0))
+            && slot < config::slots() - 1
+        {
+            // The vCPU requests it if this fails.
+            let _ = self.create_guest(vcpu, slot);
         }
     }
 
@@ -173,10 +182,9 @@ impl DeviceServer {
         let mut inputs = Inputs { open: [true, has_console()], is_controlled: true };
         loop {
             shared.pending.store(0, SeqCst);
-            let has_more = self.drain();
+            let outputs = self.drain();
             let ended = shared.ended.load(SeqCst);
             if ended != 0 {
-                self.drain();
                 self.end_all();
                 return self.code_of_guest(ended - 1);
             }
@@ -188,7 +196,7 @@ impl DeviceServer {
                 return self.end_after(exit);
             }
             self.report_state();
-            self.read_inputs(&mut inputs, if has_more { 0 } else { MAX_WAIT });
+            self.read_inputs(&mut inputs, outputs);
         }
     }
 
@@ -198,7 +206,7 @@ impl DeviceServer {
             let wanted = vcpu.wanted.swap(0, SeqCst);
             if wanted != 0 {
                 self.create_guest(index, wanted as usize - 1)?;
-                self.create_next_guest(index)?;
+                self.create_next_guest(index);
             }
             self.create_user_process(index, vcpu)?;
         }
@@ -235,22 +243,29 @@ impl DeviceServer {
         }
     }
 
-    /// Waits for notifications, exits, commands and console input, at most `timeout` milliseconds,
-    /// and handles them.
-    fn read_inputs(&self, inputs: &mut Inputs, timeout: u64) {
+    /// Waits for notifications, exits, commands, console input and readers of blocked output, and
+    /// handles inputs. It does not wait if other output is pending.
+    fn read_inputs(&self, inputs: &mut Inputs, outputs: [OutputState; 2]) {
         let lines = lines();
         let wanted = |index: usize| {
             let is_wanted = inputs.open[index] && lines[index].input.room() > RING / 2;
-            is_wanted.then_some(lines[index].typed)
+            is_wanted.then_some((lines[index].typed, READABLE))
+        };
+        let blocked = |index: usize| {
+            let is_blocked = outputs[index] == OutputState::Blocked;
+            is_blocked.then_some((lines[index].printed, WRITABLE))
         };
         let descriptors = [
-            Some(layout::DOORBELL_FD),
-            Some(layout::EXITS_FD),
-            inputs.is_controlled.then_some(layout::CONTROL_FD),
+            Some((layout::DOORBELL_FD, READABLE)),
+            Some((layout::EXITS_FD, READABLE)),
+            inputs.is_controlled.then_some((layout::CONTROL_FD, READABLE)),
             wanted(0),
             wanted(1),
+            blocked(0),
+            blocked(1),
         ];
-        let [is_notified, has_exit, has_command, typed @ ..] = wait(descriptors, timeout);
+        let timeout = if outputs.contains(&OutputState::Pending) { 0 } else { MAX_WAIT };
+        let [is_notified, has_exit, has_command, typed @ .., _, _] = wait(descriptors, timeout);
         if has_command {
             let mut byte = [0];
             match sys::read(layout::CONTROL_FD, &mut byte) {
@@ -283,8 +298,7 @@ impl DeviceServer {
     }
 
     /// Ends the VM because one of its processes has ended; returns the exit code.
-    fn end_after(&self, exit: ChildExit) -> u8 {
-        self.drain();
+    fn end_after(&mut self, exit: ChildExit) -> u8 {
         let others = self.end_all();
         // The exit of a namespace's first process kills the rest, and is reported last.
         let exit = if exit.is_killed() { others.unwrap_or(exit) } else { exit };
@@ -296,7 +310,7 @@ impl DeviceServer {
     /// Ends the VM because fork has failed; returns the exit code. A PID namespace whose first
     /// process was killed refuses new processes slightly before the others die: then that exit is
     /// the cause.
-    fn end_refused(&self, error: sys::Errno) -> u8 {
+    fn end_refused(&mut self, error: sys::Errno) -> u8 {
         for _ in 0..EXIT_TRIES {
             if let Some(exit) = ChildExit::next(linux::WNOHANG) {
                 return self.end_after(exit);
@@ -399,47 +413,47 @@ impl DeviceServer {
         }
     }
 
-    /// Prints the guest's output; returns whether more is pending, which waits for one round of the
-    /// main loop.
-    fn drain(&self) -> bool {
-        let count = 1 + usize::from(has_console());
+    /// Prints the guest's output; returns the state of each console's.
+    fn drain(&mut self) -> [OutputState; 2] {
         // Each console has its turn.
-        lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
+        core::array::from_fn(|index| self.drain_line(index))
     }
 
-    fn drain_line(&self, &ConsoleLine { output, printed, .. }: &ConsoleLine) -> bool {
-        let mut bytes = [0; 4096];
-        for _ in 0..RING / bytes.len() {
-            let mut used = 0;
-            while used < bytes.len() {
-                let Some(byte) = output.take() else { break };
-                bytes[used] = byte;
-                used += 1;
-            }
-            if used == 0 {
-                return false;
-            }
-            let mut rest = &bytes[..used];
-            while !rest.is_empty() {
-                match sys::write(printed, rest) {
-                    Ok(count) => rest = &rest[count..],
-                    Err(sys::Errno(4 | 11)) => {}
-                    // The reader has closed the descriptor.
-                    Err(_) => return false,
-                }
-            }
-            if output.room() <= RING / 2 {
-                continue;
-            }
+    fn drain_line(&mut self, index: usize) -> OutputState {
+        if index != 0 && !has_console() {
+            return OutputState::Printed;
+        }
+        let ConsoleLine { output, printed, .. } = lines()[index];
+        let tail = output.tail.load(SeqCst);
+        let state = self.outputs[index].drain(output, printed);
+        if output.tail.load(SeqCst) != tail && output.room() > RING / 2 {
             // The guest may wait for room.
             self.raise_event(0, event::CONSOLE);
         }
-        true
+        state
+    }
+
+    /// Prints the rest of an ended guest's output, and waits for its readers. It raises no event:
+    /// the guest's processes have ended, and their ids may be those of others by now.
+    fn flush(&mut self) {
+        let count = 1 + usize::from(has_console());
+        for (line, console) in lines().iter().zip(&mut self.outputs).take(count) {
+            loop {
+                match console.drain(line.output, line.printed) {
+                    OutputState::Printed => break,
+                    OutputState::Pending => {}
+                    OutputState::Blocked => {
+                        wait([Some((line.printed, WRITABLE))], MAX_WAIT);
+                    }
+                }
+            }
+        }
     }
 
     /// Kills all other processes and reaps them, so that no process and no user of a disk is left
-    /// when this process exits. Returns the first one that has exited by itself.
-    fn end_all(&self) -> Option<ChildExit> {
+    /// when this process exits, and prints the rest of the guest's output. Returns the first
+    /// process that has exited by itself.
+    fn end_all(&mut self) -> Option<ChildExit> {
         for &process in self.guest_processes().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
@@ -451,15 +465,19 @@ impl DeviceServer {
                 found = found.or(Some(exit));
             }
         }
+        self.flush();
         found
     }
 }
 
-/// Waits until one of the descriptors is readable, for `most` milliseconds at most; returns which
-/// are.
-fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bool; COUNT] {
+/// Waits until one of the descriptors has its event of poll(2), for `most` milliseconds at most;
+/// returns which have.
+fn wait<const COUNT: usize>(descriptors: [Option<(u32, u16)>; COUNT], most: u64) -> [bool; COUNT] {
     // `struct pollfd`; poll(2) ignores negative descriptors.
-    let entry = |fd: Option<u32>| u64::from(fd.unwrap_or(u32::MAX)) | u64::from(READABLE) << 32;
+    let entry = |wanted: Option<(u32, u16)>| {
+        let (fd, event) = wanted.unwrap_or((u32::MAX, 0));
+        u64::from(fd) | u64::from(event) << 32
+    };
     let mut entries = descriptors.map(entry);
     let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, most, 0, 0, 0];
     // SAFETY: the kernel writes the results to the entries.

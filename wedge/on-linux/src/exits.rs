@@ -29,7 +29,7 @@ use crate::mmu::syscall_patch::{SYSCALL, is_stub};
 use crate::sites::{FUNCTION, Sites};
 use crate::state::config::has;
 use crate::state::process::slot;
-use crate::state::shared::{events, vcpu};
+use crate::state::shared::{events, shared, vcpu};
 use crate::state::statistics::{count, own_statistics};
 use crate::vcpu::{DebugStep, LinuxVcpu, StopAction, set_shared_range};
 use crate::{compat, debug, profile, report, xstate};
@@ -640,8 +640,14 @@ fn poke(
     if let Err(fault) = cpu.read(memory, cpu.frame.gpr[4], &mut back) {
         return Err(cpu.page_fault(fault));
     }
-    if isolation::current().scans_code() {
-        close_poke(cpu, memory, to, bytes);
+    if isolation::current().scans_code()
+        && close_poke(cpu, memory, to, bytes)
+        && !shared().has_changed_code.swap(true, Relaxed)
+    {
+        report::warn(format_args!(
+            "the guest kernel has generated code with the bytes of WRPKRU or XRSTOR, at {to:#x}: \
+             the wedge has changed them, and the code may do something else (docs/CAVEATS.md)"
+        ));
     }
     match write_code(cpu, memory, to, bytes) {
         Some(()) => Ok(u64::from_le_bytes(back)),

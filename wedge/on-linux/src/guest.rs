@@ -29,7 +29,7 @@ use crate::sites::Sites;
 use crate::state::config::{config, start};
 use crate::state::current::{self, CurrentProcess, CurrentVcpu};
 use crate::state::doorbell;
-use crate::state::process::{own_index, slot};
+use crate::state::process::{self, own_index, slot};
 use crate::state::shared::{event, shared, vcpus};
 use crate::vcpu::{DebugStep, LinuxVcpu, set_shared_range};
 use crate::{compat, debug, idle, kick, processes, profile, report, steal_time};
@@ -98,7 +98,7 @@ pub extern "sysv64" fn main() -> ! {
     let config = PcConfig {
         vcpus: start.vcpus as u8,
         clock: CounterClock::new(config().tsc_khz, 0),
-        xcr0_mask: start.xcr0,
+        xcr0_mask: process::process().xsave_layout.get().enabled_of(start.xcr0),
         start_unix: Duration::from_nanos(config().unix_at_zero),
         kvmclock: true,
         steal_time: true,

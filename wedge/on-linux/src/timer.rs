@@ -56,10 +56,11 @@ fn set_timer(deadline: u64) -> Result<(), Errno> {
     sys::set_timer(timer, &time)
 }
 
-/// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
-/// not create any.
+/// Creates this process's timer. Its clock continues while the host is suspended, as the TSC does
+/// (suspend-to-idle). Timers count against a per-user limit, so the guest kernel must not create
+/// any.
 pub fn create_timer() -> Result<(), Errno> {
-    let timer = sys::create_timer(linux::CLOCK_MONOTONIC, TIMER)?;
+    let timer = sys::create_timer(linux::CLOCK_BOOTTIME, TIMER)?;
     process().timer.store(timer, Relaxed);
     Ok(())
 }

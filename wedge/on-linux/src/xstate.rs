@@ -148,7 +148,8 @@ pub enum XrstorError {
     Protection,
 }
 
-/// Emulates the guest's `XRSTOR` from a linear address.
+/// Emulates the guest's `XRSTOR` from a linear address. [`refused_restore`] must not skip that of a
+/// valid area: the registers of another task would stay.
 pub fn emulate_xrstor(
     cpu: &VirtualCpu,
     memory: &GuestMemory,
@@ -158,7 +159,9 @@ pub fn emulate_xrstor(
     if !linear.is_multiple_of(64) {
         return Err(XrstorError::Protection);
     }
-    let wanted = (cpu.frame.gpr[2] << 32 | cpu.frame.gpr[0] & 0xffff_ffff) & xcr0;
+    let parts = process().xsave_layout.get();
+    let known = parts.enabled_of(xcr0);
+    let wanted = (cpu.frame.gpr[2] << 32 | cpu.frame.gpr[0] & 0xffff_ffff) & known;
     let at = vcpu().xsave.0.at();
     // SAFETY: its only other use is a switch of the process, which does not happen now.
     let area = unsafe { &mut *at };
@@ -186,8 +189,7 @@ pub fn emulate_xrstor(
     };
     let header: [u64; 8] = core::array::from_fn(|index| word(HEADER + 8 * index));
     let control = word(24) as u32;
-    let parts = process().xsave_layout.get();
-    if !is_valid(&header, control, &parts, xcr0) {
+    if !is_valid(&header, control, &parts, known) {
         return Err(XrstorError::Protection);
     }
     let end = length(&header, wanted, &parts);
@@ -244,6 +246,17 @@ mod tests {
         assert_eq!(length(&header, parts.enabled & GUEST, &parts), 2688);
         let few = [0x7, 0, 0, 0, 0, 0, 0, 0];
         assert_eq!(length(&few, GUEST, &parts), 832);
+    }
+
+    #[test]
+    fn state_that_the_host_has_disabled_is_invalid() {
+        // AVX-512 of the CPU is disabled.
+        let parts = XsaveLayout { enabled: 0x207, ..with_amx() };
+        let known = parts.enabled_of(0xe7);
+        assert_eq!(known, 7);
+        assert!(is_valid(&[7, 0, 0, 0, 0, 0, 0, 0], 0x1f80, &parts, known));
+        assert!(!is_valid(&[0xe7, 0, 0, 0, 0, 0, 0, 0], 0x1f80, &parts, known));
+        assert!(!is_valid(&[7, 1 << 63 | 0xe7, 0, 0, 0, 0, 0, 0], 0x1f80, &parts, known));
     }
 
     #[test]

@@ -130,7 +130,7 @@ fn resume_thread() {
 }
 
 /// Waits until a word differs from `seen`, for [`WAIT_TIME`] at most; ends the VM after
-/// [`MAX_WAITS`] waits.
+/// [`MAX_WAITS`] waits. Not for the device process, with whose end the VM ends: it may be slow.
 fn wait_limited(word: &AtomicU32, seen: u32, times: &mut u32) {
     *times += 1;
     if *times > MAX_WAITS {
@@ -179,14 +179,19 @@ fn await_mapper(batch: u32) -> bool {
 fn wait_until_stop_sent() {
     let vcpu = vcpu();
     let asked = vcpu.stop_requests.load(SeqCst);
-    let mut times = 0;
     loop {
         let told = vcpu.stops_sent.load(SeqCst);
         if told == asked {
             break;
         }
-        wait_limited(&vcpu.stops_sent, told, &mut times);
+        sys::wait(&vcpu.stops_sent, told, None);
     }
+}
+
+/// Returns whether the device process has sent the stop signals that were requested.
+fn is_stop_sent() -> bool {
+    let vcpu = vcpu();
+    vcpu.stops_sent.load(SeqCst) == vcpu.stop_requests.load(SeqCst)
 }
 
 /// `FP_XSTATE_MAGIC2`.
@@ -225,10 +230,10 @@ impl UserProcess {
         let wanted = &vcpu().user_wanted;
         wanted.store(1 + process().slot.load(Relaxed), SeqCst);
         doorbell::notify();
-        let mut times = 0;
         while let number @ 1.. = wanted.load(SeqCst) {
-            wait_limited(wanted, number, &mut times);
+            sys::wait(wanted, number, None);
         }
+        let mut times = 0;
         let response = &mailbox().response;
         while !is_stopped() {
             if response.context.load(Relaxed) == 0 {
@@ -425,8 +430,12 @@ impl UserProcess {
             }
             // Events are pending, or the notification was forged.
             is_stop_requested = true;
-            self.stop();
-            wait_limited(&response.turn, seen, &mut times);
+            if is_stop_sent() {
+                self.stop();
+                wait_limited(&response.turn, seen, &mut times);
+            } else {
+                sys::wait(&response.turn, seen, Some(WAIT_TIME));
+            }
         }
     }
 
@@ -435,11 +444,8 @@ impl UserProcess {
         if config::kicks() {
             sys::kill(self.process, KICK);
         } else {
-            let vcpu = vcpu();
-            if vcpu.stops_sent.load(SeqCst) == vcpu.stop_requests.load(SeqCst) {
-                vcpu.stop_requests.fetch_add(1, SeqCst);
-                doorbell::notify();
-            }
+            vcpu().stop_requests.fetch_add(1, SeqCst);
+            doorbell::notify();
         }
     }
 

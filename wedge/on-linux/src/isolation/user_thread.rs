@@ -14,7 +14,7 @@ use proto::hosted::{Filters, layout};
 use crate::isolation::mailbox::{Mapper, REQUEST, RESPONSE, Request, Response, STACK, mailbox};
 use crate::linux::signals::{self, Context, KICK, UNRESTORED, set_unrestored_flags};
 use crate::mmu::ram::PAGE;
-use crate::report::HOST;
+use crate::report::{self, HOST};
 use crate::state::process::{ProcessState, process};
 use crate::state::setup::{self, Kind};
 use crate::state::shared::PRIVATE_LENGTH;
@@ -87,7 +87,10 @@ pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno>
     }
     match become_user_process(vcpu, slot, filters) {
         Ok(never) => match never {},
-        Err(_) => sys::exit(HOST),
+        Err(error) => {
+            report::warn(format_args!("cannot set up a user process: {error}"));
+            sys::exit(HOST)
+        }
     }
 }
 
@@ -101,16 +104,13 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     // A copy: the configuration will be unmapped.
     let filters = *filters;
     let own = sys::process_id();
-    setup::finish(Kind::User, vcpu, slot)?;
     replace_memory(layout::mailbox(vcpu, slot))?;
     // SAFETY: the previous process has ended, and this one does not use the response yet. The data
     // of the previous one belongs to another address space.
     unsafe { core::ptr::write_bytes(RESPONSE as *mut u8, 0, size_of::<Response>()) };
     mailbox().response.process.store(own.into(), Relaxed);
-    sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
     sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
     start_mapper(&filters)?;
-    sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
     // With `SS_AUTODISARM` each signal frame is at the top, even if user mode's stack pointer is in
     // the signal stack: the kernel process expects it there, and it always fits.
     let stack = [RESPONSE + offset_of!(Response, stack) as u64, SS_AUTODISARM, STACK as u64];
@@ -121,16 +121,19 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     let numbers = signals::SYNCHRONOUS.into_iter().chain([KICK]);
     // SAFETY: the stack has no other use; the handler accesses the mailbox only.
     unsafe { sys::set_handlers(&stack, numbers, &action) }?;
+    // Last, so that errors before can be printed.
+    sys::close(layout::INPUT_FD, layout::MEMORY_FD)?;
     dispatch_calls()?;
     let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
     // `struct sock_fprog`.
     let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
-    // SAFETY: the filter is only read, and has this length.
-    unsafe { confine_and_stop(program.as_ptr()) }
+    let mark = setup::words().confined(Kind::User, vcpu, slot);
+    // SAFETY: the filter is only read, and has this length; the mapper unmaps the mark later.
+    unsafe { confine_and_stop(program.as_ptr(), mark.as_ptr()) }
 }
 
 /// Replaces the memory of the device process by the mailbox at an offset of the shared memory, and
-/// private memory.
+/// private memory. Of the rest the words of [`setup`] stay.
 fn replace_memory(mailbox: u64) -> Result<(), Errno> {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let request = RESPONSE - REQUEST;
@@ -145,7 +148,8 @@ fn replace_memory(mailbox: u64) -> Result<(), Errno> {
             (PAGE, layout::WEDGE),
             (layout::SHARED, layout::PRIVATE),
             (layout::PRIVATE + PRIVATE_LENGTH, layout::MAILBOX),
-            (layout::MAILBOX + layout::MAILBOX_LENGTH, layout::HOST),
+            (layout::MAILBOX + layout::MAILBOX_LENGTH, layout::SETUP),
+            (layout::SETUP + layout::SETUP_LENGTH, layout::HOST),
             (layout::CONFIG, layout::CPU_SETS),
         ] {
             sys::unmap(from, to - from)?;
@@ -215,9 +219,11 @@ unsafe extern "sysv64" fn clone(flags: u64, stack: u64, filters: *const Filters)
 extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
     // SAFETY: the user thread waits until this thread has read the filters.
     let filters = unsafe { &*filters };
-    // The user thread handles the signals.
-    let masked = sys::set_signal_mask(signals::ALL_SIGNALS);
-    if masked.is_err() || children::confine(filters, Filters::GUEST).is_err() {
+    // The user thread handles the signals. Each thread has its own descriptors.
+    let confined = sys::set_signal_mask(signals::ALL_SIGNALS)
+        .and_then(|()| sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1))
+        .and_then(|()| children::confine(filters, Filters::GUEST));
+    if confined.is_err() {
         sys::exit(HOST);
     }
     // SAFETY: nothing on this stack is needed any more.
@@ -230,7 +236,7 @@ const MAY_MAP: u64 =
     layout::PRIVATE + (offset_of!(ProcessState, mapper) + offset_of!(Mapper, may_map)) as u64;
 
 /// Reports that the mapper has its filter, waits until the user thread has its own, unmaps the
-/// memory that both have used, and enters the mapper loop.
+/// memory that both have used, [`setup`] included, and enters the mapper loop.
 ///
 /// # Safety
 /// The caller's stack is abandoned.
@@ -250,11 +256,17 @@ unsafe extern "sysv64" fn mapper_main() -> ! {
         "mov esi, {length}",
         "mov eax, {munmap}",
         "syscall",
+        "mov edi, {setup}",
+        "mov esi, {setup_length}",
+        "mov eax, {munmap}",
+        "syscall",
         "jmp {map}",
         confined = const CONFINED,
         may_map = const MAY_MAP,
         private = const layout::PRIVATE,
         length = const PRIVATE_LENGTH,
+        setup = const layout::SETUP,
+        setup_length = const layout::SETUP_LENGTH,
         munmap = const linux::__NR_munmap,
         wake = const linux::FUTEX_WAKE,
         wait = const linux::FUTEX_WAIT,
@@ -388,7 +400,7 @@ global_asm!(
     "mov eax, {sigreturn}",
     "syscall",
     "ud2",
-    // Entry of [`confine_and_stop`], with its argument in RDX.
+    // Entry of [`confine_and_stop`], with its arguments in RDX and R8.
     ".globl parador_wedge_user_confine",
     "parador_wedge_user_confine:",
     "mov edi, 1",
@@ -397,6 +409,7 @@ global_asm!(
     "syscall",
     "test eax, eax",
     "jnz 5f",
+    "mov byte ptr [r8], 1",
     "mov dword ptr [{may_map}], 1",
     futex_wake!("{may_map}"),
     // Raise a signal.
@@ -435,14 +448,15 @@ global_asm!(
     host = const HOST as u32,
 );
 
-/// Installs a seccomp filter (`struct sock_fprog`) and stops for the first time. The system call is
-/// inside of the stop handler, because calls from elsewhere are dispatched as the guest's.
+/// Installs a seccomp filter (`struct sock_fprog`), sets `mark`, and stops for the first time. The
+/// system call is inside of the stop handler, because calls from elsewhere are dispatched as the
+/// guest's.
 ///
 /// # Safety
 /// The filter must be as long as it says.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn confine_and_stop(program: *const u64) -> ! {
-    naked_asm!("mov rdx, rdi", "jmp parador_wedge_user_confine")
+unsafe extern "sysv64" fn confine_and_stop(program: *const u64, mark: *mut bool) -> ! {
+    naked_asm!("mov rdx, rdi", "mov r8, rsi", "jmp parador_wedge_user_confine")
 }
 
 unsafe extern "C" {

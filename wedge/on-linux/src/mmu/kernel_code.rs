@@ -14,8 +14,9 @@ pub const MOST_POKED: usize = 2 * PAGE as usize;
 
 /// Replaces the sequences that these bytes will form in kernel code by `UD1`, before the bytes are
 /// written to a linear address: user mode may run on another vCPU. There are at most [`MOST_POKED`]
-/// bytes.
-pub fn close_poke(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &mut [u8]) {
+/// bytes. Returns whether there were sequences: in code that Linux generates they are not
+/// instructions but a part of one, whose effect changes.
+pub fn close_poke(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &mut [u8]) -> bool {
     const BORDER: usize = LENGTH - 1;
     let mut around = [0; MOST_POKED + 2 * BORDER];
     let end = BORDER + bytes.len();
@@ -35,6 +36,7 @@ pub fn close_poke(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &mut [
             None => drop(write_code(cpu, memory, from + offset as u64, &[UD1])),
         }
     }
+    offset != 0
 }
 
 /// Replaces the sequences in the kernel code between two linear addresses, and those that extend
@@ -133,13 +135,14 @@ mod tests {
     fn a_poke_is_closed_before_it_is_written() {
         let rig = kernel();
         let mut poked = WRPKRU;
-        close_poke(&rig.cpu, &rig.memory, USER + 0x20, &mut poked);
+        assert!(close_poke(&rig.cpu, &rig.memory, USER + 0x20, &mut poked));
         assert_eq!(poked, [0x0f, UD1, 0xef]);
         // The end of a sequence of which memory has the beginning.
         rig.memory.write_slice(FRAME + 0x40, &WRPKRU[..2]).unwrap();
         let mut poked = [0xef];
-        close_poke(&rig.cpu, &rig.memory, USER + 0x42, &mut poked);
+        assert!(close_poke(&rig.cpu, &rig.memory, USER + 0x42, &mut poked));
         assert_eq!((poked, bytes(&rig, FRAME + 0x40)), ([0xef], [0x0f, UD1, 0]));
+        assert!(!close_poke(&rig.cpu, &rig.memory, USER + 0x60, &mut [0x0f, 0x01, 0xee]));
     }
 
     #[test]

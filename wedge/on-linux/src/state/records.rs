@@ -82,5 +82,13 @@ pub struct XsaveLayout {
     pub each: [(u32, u32, bool); COMPONENTS],
 }
 
+impl XsaveLayout {
+    /// Returns those of the components `wanted` that the host has enabled. The CPU may have more:
+    /// `clearcpuid=` and mitigations of the host kernel disable some.
+    pub const fn enabled_of(&self, wanted: u64) -> u64 {
+        wanted & self.enabled
+    }
+}
+
 /// Number of components that a guest may use: all up to `PKRU`.
 pub const COMPONENTS: usize = 9;

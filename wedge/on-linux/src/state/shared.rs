@@ -157,6 +157,16 @@ pub struct ByteRing {
 }
 
 impl ByteRing {
+    /// Creates an empty ring.
+    #[cfg(test)]
+    pub const fn empty() -> Self {
+        Self {
+            head: AtomicU32::new(0),
+            tail: AtomicU32::new(0),
+            bytes: [const { AtomicU8::new(0) }; RING],
+        }
+    }
+
     /// Produces a byte; `false`: the ring is full.
     pub fn put(&self, byte: u8) -> bool {
         use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -300,6 +310,8 @@ shared_words! {
         pub started: AtomicU32,
         /// The kernel's code was scanned, and may be executable together with user mode.
         pub closed: AtomicBool,
+        /// The wedge has warned that it changes code which the guest kernel has generated.
+        pub has_changed_code: AtomicBool,
         /// vCPU to notify of completions, by network, then vsock.
         pub targets: [AtomicU8; TARGETS],
         /// Frames of which guest processes have copies.
