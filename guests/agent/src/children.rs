@@ -104,6 +104,18 @@ fn end(status: WaitStatus) -> Option<End> {
 }
 
 #[cfg(test)]
+pub mod testing {
+    //! Children for tests that start none.
+
+    use super::{Arc, Children};
+
+    /// Returns a list whose ends no thread takes: it would take those of other tests.
+    pub fn idle() -> Children {
+        Children(Arc::default())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use rustix::process::{Signal, kill_process};

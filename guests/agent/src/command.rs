@@ -12,12 +12,14 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::sync::mpsc::Receiver;
 use std::thread::JoinHandle;
 
+/// Number of SIGKILL.
+pub const KILL: u8 = 9;
 /// This program, after the change of the root, too.
 const OWN: &str = "/proc/self/exe";
 
@@ -76,9 +78,10 @@ pub fn start(
 }
 
 /// Makes a container and prepares its first process. One without a PID namespace of its own has
-/// that of the sandbox, whose first process is `sandbox`.
+/// that of the sandbox, whose first process is `sandbox`, or without one the guest's.
 pub fn create(
     children: &Children,
+    host: BorrowedFd<'_>,
     container: Container<'_>,
     sandbox: Option<Pid>,
     streams: Streams,
@@ -93,12 +96,17 @@ pub fn create(
         (false, Some(sandbox)) => children.spawn_in(move || sandbox.enter_pid_namespace(), process),
         (false, None) => children.spawn(process),
     };
-    prepare(spawn, &Job::Container(container), &command, streams, Some(name))
+    let job = Job::Container(container);
+    let (running, mut prepared) = prepare(children, host, spawn, &job, &command, streams)
+        .map_err(|error| abandon(&name, error))?;
+    prepared.ending.container = Some(name);
+    Ok((running, prepared))
 }
 
 /// Prepares another process of a container, whose first one is `first`.
 pub fn enter(
     children: &Children,
+    host: BorrowedFd<'_>,
     (name, first): (&str, Pid),
     process: ContainerProcess<'_>,
     streams: Streams,
@@ -108,33 +116,39 @@ pub fn enter(
     let namespace = Member { name, first: member.first };
     let spawn =
         |copy: &mut Command| children.spawn_in(move || namespace.enter_pid_namespace(), copy);
-    prepare(spawn, &Job::Member(member, process), &command, streams, None)
+    prepare(children, host, spawn, &Job::Member(member, process), &command, streams)
 }
 
+/// Returns the reason why a container could not be prepared, of which nothing remains.
+fn abandon(name: &str, error: io::Error) -> io::Error {
+    let error = cgroup::abandon(name, error);
+    container::remove_scratch(name);
+    error
+}
+
+/// Prepares a process, which ends if the connection of the `host` does.
 fn prepare(
+    children: &Children,
+    host: BorrowedFd<'_>,
     spawn: impl FnOnce(&mut Command) -> io::Result<(Pid, Receiver<End>)>,
     job: &Job<'_>,
     command: &GuestCommand<'_>,
     streams: Streams,
-    container: Option<String>,
 ) -> io::Result<(Running, Prepared)> {
     check_program(command)?;
-    let (entering, mut running, mut ending) = spawn_copy(spawn, job, command, streams)?;
+    let (entering, mut running, ending) = spawn_copy(spawn, job, command, streams)?;
     running.is_alone = true;
-    ending.container = container;
-    if let Err(error) = entering.wait() {
-        return Err(match &ending.container {
-            Some(name) => cgroup::abandon(name, error),
-            None => error,
-        });
+    if let Err(error) = entering.wait(host) {
+        running.signal(children, KILL);
+        return Err(error);
     }
     Ok((running, Prepared { entering, ending }))
 }
 
 impl Prepared {
-    /// Starts the program.
-    pub fn run(self) -> io::Result<Ending> {
-        self.entering.run()?;
+    /// Starts the program. The connection of the `host` may end before.
+    pub fn run(self, host: BorrowedFd<'_>) -> io::Result<Ending> {
+        self.entering.run(host)?;
         Ok(self.ending)
     }
 }

@@ -9,9 +9,10 @@ use proto::agent::{
     io as wire,
 };
 use rustix::process::Pid;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
@@ -30,6 +31,8 @@ struct Commands {
     streams: BTreeMap<u32, Streams>,
     /// First processes of containers, by their names.
     containers: BTreeMap<String, Pid>,
+    /// Names of containers that are being made.
+    unmade: BTreeSet<String>,
 }
 
 /// Control connection.
@@ -163,18 +166,18 @@ impl Control<'_> {
                     self.report_started(started)?;
                 }
                 AgentRequest::Create(container) => {
-                    let created = self.create(container);
+                    let created = self.create(reader.as_fd(), container);
                     self.report(created)?;
                 }
                 AgentRequest::Enter { container, process } => {
-                    let entered = self.enter(container, process);
+                    let entered = self.enter(reader.as_fd(), container, process);
                     self.report(entered)?;
                 }
                 AgentRequest::Run => {
                     let prepared = self.prepared.take();
                     let missing = || io::Error::other("run: no process is prepared");
-                    let started = prepared.ok_or_else(missing).and_then(Prepared::run);
-                    self.report_started(started)?;
+                    let started = prepared.ok_or_else(missing);
+                    self.report_started(started.and_then(|it| it.run(reader.as_fd())))?;
                 }
                 AgentRequest::Limit { container, limits } => {
                     let known = self.first_process(container);
@@ -261,20 +264,33 @@ impl Control<'_> {
         Ok(ending)
     }
 
-    fn create(&mut self, container: Container<'_>) -> io::Result<()> {
+    fn create(&mut self, host: BorrowedFd<'_>, container: Container<'_>) -> io::Result<()> {
         let name = container.name.to_owned();
-        if self.agent.commands().containers.contains_key(&name) {
+        let mut commands = self.agent.commands();
+        if commands.containers.contains_key(&name) || !commands.unmade.insert(name.clone()) {
             return Err(io::Error::other(format!("create the container {name}: it exists")));
         }
-        let streams = self.streams()?;
-        let sandbox = self.agent.commands().containers.get(container.sandbox).copied();
-        let children = &self.agent.children;
-        let (running, prepared) = command::create(children, container, sandbox, streams)?;
-        self.agent.commands().containers.insert(name.clone(), running.pid());
+        drop(commands);
+        let made = self.make(host, container);
+        let mut commands = self.agent.commands();
+        commands.unmade.remove(&name);
+        let (running, prepared) = made?;
+        commands.containers.insert(name.clone(), running.pid());
+        drop(commands);
         self.running = Some(running);
         self.prepared = Some(prepared);
         self.container = Some(name);
         Ok(())
+    }
+
+    fn make(
+        &self,
+        host: BorrowedFd<'_>,
+        container: Container<'_>,
+    ) -> io::Result<(Running, Prepared)> {
+        let streams = self.streams()?;
+        let owner = self.pid_owner(container.namespaces.pid, container.sandbox)?;
+        command::create(&self.agent.children, host, container, owner, streams)
     }
 
     /// Returns the first process of a container.
@@ -283,13 +299,29 @@ impl Control<'_> {
         first.ok_or_else(|| io::Error::other(format!("find the container {name}")))
     }
 
-    fn enter(&mut self, name: &str, process: ContainerProcess<'_>) -> io::Result<()> {
-        let container = (name, self.first_process(name)?);
-        if self.agent.children.while_known(container.1, || ()).is_none() {
-            return Err(io::Error::other(format!("enter the container {name}: it has ended")));
-        }
+    /// Returns the first process of container `name`, whose PID namespace a new container shares;
+    /// `None` if the new one has its own, or names none and has the guest's.
+    fn pid_owner(&self, is_own: bool, name: &str) -> io::Result<Option<Pid>> {
+        let is_shared = !is_own && !name.is_empty();
+        is_shared.then(|| self.living_process(name)).transpose()
+    }
+
+    /// Returns the first process of a container that has not ended.
+    fn living_process(&self, name: &str) -> io::Result<Pid> {
+        let first = self.first_process(name)?;
+        let known = self.agent.children.while_known(first, || first);
+        known.ok_or_else(|| io::Error::other(format!("enter the container {name}: it has ended")))
+    }
+
+    fn enter(
+        &mut self,
+        host: BorrowedFd<'_>,
+        name: &str,
+        process: ContainerProcess<'_>,
+    ) -> io::Result<()> {
+        let container = (name, self.living_process(name)?);
         let streams = self.streams()?;
-        let entered = command::enter(&self.agent.children, container, process, streams)?;
+        let entered = command::enter(&self.agent.children, host, container, process, streams)?;
         self.running = Some(entered.0);
         self.prepared = Some(entered.1);
         Ok(())
@@ -311,14 +343,15 @@ impl Control<'_> {
 
     /// The host has closed the connection: the command ends.
     fn end(self) {
-        const KILL: u8 = 9;
-        self.signal(KILL);
+        self.signal(command::KILL);
         if let Some(name) = &self.container {
             cgroup::kill(name);
             // One whose program was not started has it still. That of the guest's owner ends with
             // the guest, which must not wait for it.
             if !self.owns_guest {
                 cgroup::remove(name);
+                // Before another container may have the name, and the folder.
+                container::remove_scratch(name);
             }
         }
         let mut commands = self.agent.commands();
@@ -330,8 +363,37 @@ impl Control<'_> {
         if self.owns_guest {
             power_off();
         }
-        if let Some(name) = &self.container {
-            container::remove_scratch(name);
-        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::children::testing;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_shared_pid_namespace_is_that_of_a_living_container() {
+        let agent = Agent { children: testing::idle(), commands: Mutex::default() };
+        let (_host, guest) = UnixStream::pair().expect("sockets");
+        let control = Control {
+            agent: &agent,
+            connection: Arc::new(Mutex::new(OwnedFd::from(guest).into())),
+            command: 1,
+            running: None,
+            prepared: None,
+            container: None,
+            owns_guest: false,
+        };
+        let owner = |is_own, name| {
+            let owner = control.pid_owner(is_own, name);
+            owner.map_err(|error| error.to_string())
+        };
+        assert_eq!((owner(true, "pod"), owner(false, "")), (Ok(None), Ok(None)));
+        assert_eq!(owner(false, "pod"), Err("find the container pod".to_owned()));
+        agent.commands().containers.insert("pod".to_owned(), Pid::INIT);
+        let ended = Err("enter the container pod: it has ended".to_owned());
+        assert_eq!(owner(false, "pod"), ended);
     }
 }

@@ -34,13 +34,14 @@ const PARAMETERS: &str = "/proc/sys";
 /// Devices that every container has: character devices with these numbers (OCI runtime
 /// specification, "Default Devices").
 const DEVICES: [(&str, u32, u32); 6] = [
-    ("/dev/null", 1, 3),
+    (NULL, 1, 3),
     ("/dev/zero", 1, 5),
     ("/dev/full", 1, 7),
     ("/dev/random", 1, 8),
     ("/dev/urandom", 1, 9),
     ("/dev/tty", 5, 0),
 ];
+const NULL: &str = "/dev/null";
 const CONSOLE: &str = "/dev/console";
 /// Links that every container has.
 const LINKS: [(&str, &str); 5] = [
@@ -80,6 +81,8 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
     });
     let sources = sources.collect::<io::Result<Vec<_>>>()?;
     let console = has_terminal.then(terminal).transpose()?;
+    let covers = container.masked.iter().map(|_| copy_tree(NULL.as_bytes()));
+    let covers = covers.collect::<io::Result<Vec<_>>>()?;
     let guest_devices = match container.has_all_devices {
         true => guest_devices(Path::new("/dev")).map_err(named("list the guest's devices"))?,
         false => Vec::new(),
@@ -100,7 +103,7 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
     if let Some(console) = console {
         attach(console, Path::new(CONSOLE)).map_err(named("mount the console"))?;
     }
-    protect(container.masked, container.read_only_paths)?;
+    protect(container.masked, covers, container.read_only_paths)?;
     if container.read_only {
         remount("/", MountFlags::RDONLY).map_err(named("make the root read-only"))?;
     }
@@ -312,7 +315,37 @@ fn guest_devices(folder: &Path) -> io::Result<Vec<GuestDevice>> {
     Ok(found)
 }
 
-/// Makes the device nodes and links of a container. What exists stays.
+/// Makes a device node of a container. What exists stays, except for a file of another kind in the
+/// `replaced` file system, that of an image, which may have a link there.
+fn make_device(device: &Device<'_>, replaced: Option<u64>) -> io::Result<()> {
+    let path = Path::new(OsStr::from_bytes(device.path));
+    if let Some(parent) = path.parent() {
+        create_folder(parent)?;
+    }
+    let kind = FileType::from_raw_mode(device.mode);
+    let mode = Mode::from_raw_mode(device.mode);
+    let number = fs::makedev(device.major, device.minor);
+    let make = |path: &Path| fs::mknodat(CWD, path, kind, mode, number);
+    let is_other = || fs::lstat(path).is_ok_and(|it| FileType::from_raw_mode(it.st_mode) != kind);
+    // Of a mount of the configuration the files may be the host's. On an overlay only folders have
+    // its number.
+    let folder = || path.parent().and_then(|folder| fs::stat(folder).ok()).map(|it| it.st_dev);
+    match make(path) {
+        Err(Errno::EXIST) if replaced.is_some() && replaced == folder() && is_other() => {
+            let new = path.with_extension("parador");
+            if make(&new).and_then(|()| fs::rename(&new, path)).is_err() {
+                let _ = fs::unlink(&new);
+                return Ok(());
+            }
+        }
+        Err(Errno::EXIST) => return Ok(()),
+        made => made?,
+    }
+    let (user, group) = (Uid::from_raw(device.user), Gid::from_raw(device.group));
+    Ok(fs::chown(path, Some(user), Some(group))?)
+}
+
+/// Makes the device nodes and links of a container.
 fn make_devices(stated: &[Device<'_>], guest: &[GuestDevice]) -> io::Result<()> {
     const CHARACTER: u32 = 0o020_000;
     let default = DEVICES.iter().map(|&(path, major, minor)| Device {
@@ -323,21 +356,12 @@ fn make_devices(stated: &[Device<'_>], guest: &[GuestDevice]) -> io::Result<()> 
         user: 0,
         group: 0,
     });
-    let guest = guest.iter().map(GuestDevice::node);
-    for device in default.chain(stated.iter().cloned()).chain(guest) {
-        let path = Path::new(OsStr::from_bytes(device.path));
-        if let Some(parent) = path.parent() {
-            create_folder(parent)?;
-        }
-        let kind = FileType::from_raw_mode(device.mode);
-        let mode = Mode::from_raw_mode(device.mode);
-        let number = fs::makedev(device.major, device.minor);
-        match fs::mknodat(CWD, path, kind, mode, number) {
-            Err(Errno::EXIST) => continue,
-            made => made?,
-        }
-        let (user, group) = (Uid::from_raw(device.user), Gid::from_raw(device.group));
-        fs::chown(path, Some(user), Some(group))?;
+    let image = fs::stat("/")?.st_dev;
+    for device in default {
+        make_device(&device, Some(image))?;
+    }
+    for device in stated.iter().cloned().chain(guest.iter().map(GuestDevice::node)) {
+        make_device(&device, None)?;
     }
     for (target, link) in LINKS {
         match symlink(target, link) {
@@ -348,18 +372,20 @@ fn make_devices(stated: &[Device<'_>], guest: &[GuestDevice]) -> io::Result<()> 
     Ok(())
 }
 
-/// Hides paths, and makes others read-only. Paths that do not exist need neither.
-fn protect(masked: Strings<'_>, read_only: Strings<'_>) -> io::Result<()> {
-    for path in masked.iter().map(|path| Path::new(OsStr::from_bytes(path))) {
+/// Hides paths, files by `covers`, which are the guest's `/dev/null`: that of an image may lead to
+/// another file. Makes others read-only. Paths that do not exist need neither.
+fn protect(masked: Strings<'_>, covers: Vec<OwnedFd>, read_only: Strings<'_>) -> io::Result<()> {
+    let masked = masked.iter().map(|path| Path::new(OsStr::from_bytes(path)));
+    for (path, cover) in masked.zip(covers) {
         let hide = match path.metadata() {
             Err(_) => continue,
             Ok(it) if it.is_dir() => {
                 mount("tmpfs", path, "tmpfs", MountFlags::RDONLY, Some(c"size=0k,nr_inodes=2"))
+                    .map_err(io::Error::from)
             }
-            Ok(_) => rustix::mount::mount_bind("/dev/null", path),
+            Ok(_) => attach(cover, path),
         };
-        let hidden = hide.map_err(io::Error::from);
-        hidden.map_err(named(format_args!("hide {}", path.display())))?;
+        hide.map_err(named(format_args!("hide {}", path.display())))?;
     }
     for path in read_only.iter().map(|path| Path::new(OsStr::from_bytes(path))) {
         if !path.exists() {
@@ -491,5 +517,29 @@ mod tests {
         }
         let many = Err(Some(Errno::LOOP.raw_os_error()));
         assert_eq!((found("/etc/loop"), found("/40")), (many.clone(), many));
+    }
+    #[test]
+    fn a_device_replaces_a_link_of_the_image() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("dev/null");
+        // Pipes need no privileges.
+        let mode = 0o010_600;
+        let user = rustix::process::getuid().as_raw();
+        let group = rustix::process::getgid().as_raw();
+        let bytes = path.as_os_str().as_bytes();
+        let device = Device { path: bytes, mode, major: 0, minor: 0, user, group };
+        files::create_dir(folder.path().join("dev")).expect("a folder");
+        symlink("/proc/sys/kernel/core_pattern", &path).expect("a link");
+        let is_pipe = || path.symlink_metadata().expect("a file").mode() == mode;
+        let image = Some(folder.path().metadata().expect("a folder").dev());
+        for replaced in [None, Some(u64::MAX)] {
+            make_device(&device, replaced).expect("it stays");
+            assert!(!is_pipe());
+        }
+        make_device(&device, image).expect("a pipe");
+        assert!(is_pipe());
+        make_device(&Device { mode: mode | 0o77, ..device }, image).expect("it stays");
+        assert!(is_pipe());
+        assert_eq!(files::read_dir(folder.path().join("dev")).expect("a folder").count(), 1);
     }
 }

@@ -12,8 +12,9 @@ use crate::container::{self, Member};
 use crate::{privileges, users};
 use proto::agent::container::{Container, ContainerProcess};
 use proto::agent::{CommandUser, GuestCommand, io as wire};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{Access, Uid, access, fchown};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -79,22 +80,31 @@ impl Entering {
         Ok(Self(control))
     }
 
-    /// Waits until the process is prepared.
-    pub fn wait(&self) -> io::Result<()> {
-        match self.report()? {
+    /// Waits until the process is prepared, or the connection of the `host` ends.
+    pub fn wait(&self, host: impl AsFd) -> io::Result<()> {
+        match self.report(host)? {
             true => Ok(()),
             false => Err(io::Error::other("prepare the process: it has ended")),
         }
     }
 
-    /// Starts the program of the process.
-    pub fn run(self) -> io::Result<()> {
+    /// Starts the program of the process, unless the connection of the `host` ends before.
+    pub fn run(self, host: impl AsFd) -> io::Result<()> {
         (&self.0).write_all(&GO)?;
-        self.report().map(drop)
+        self.report(host).map(drop)
     }
 
-    /// Receives a report; `false`: the process has closed the socket.
-    fn report(&self) -> io::Result<bool> {
+    /// Receives a report; `false`: the process has closed the socket. The process may wait for
+    /// files of its container without end.
+    fn report(&self, host: impl AsFd) -> io::Result<bool> {
+        let mut waiting = [
+            PollFd::new(&self.0, PollFlags::IN),
+            PollFd::from_borrowed_fd(host.as_fd(), PollFlags::RDHUP),
+        ];
+        retry_on_intr(|| poll(&mut waiting, None))?;
+        if waiting[0].revents().is_empty() {
+            return Err(io::Error::other("wait for the process: the host has gone"));
+        }
         let mut room = Vec::new();
         if wire::receive(&self.0, &mut room)?.is_none() {
             return Ok(false);
@@ -135,6 +145,7 @@ fn begin() -> io::Result<(UnixStream, Vec<u8>)> {
     // Programs of the container, which see this process, may not trace it before it has given up
     // its privileges. The program that it executes may be traced.
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    privileges::restore_file_limit()?;
     let control = UnixStream::from(stdin().try_clone_to_owned()?);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut messages = RecvAncillaryBuffer::new(&mut space);
@@ -282,7 +293,8 @@ fn check_format(program: &Path) -> io::Result<()> {
     const SCRIPT: &[u8] = b"#!";
     const MACHINES: [u16; 2] = [3, 62];
     let mut head = Vec::new();
-    let read = std::fs::File::open(program).and_then(|file| file.take(20).read_to_end(&mut head));
+    let opened = users::open_regular(program);
+    let read = opened.and_then(|file| file.take(20).read_to_end(&mut head));
     if read.is_err() || head.starts_with(SCRIPT) {
         return Ok(());
     }
@@ -386,7 +398,20 @@ mod tests {
         let input = OwnedFd::from(std::fs::File::open("/dev/null").expect("a file"));
         let job = Job::Command(command(b"true\0", b""));
         let entering = Entering::begin(control, &input, &job).expect("a socket");
+        let (host, guest) = UnixStream::pair().expect("sockets");
         drop(copy);
-        assert!(entering.wait().is_err());
+        assert!(entering.wait(&guest).is_err());
+        drop(host);
+    }
+
+    #[test]
+    fn a_host_that_has_gone_ends_the_wait() {
+        let (control, _copy) = UnixStream::pair().expect("sockets");
+        let (host, guest) = UnixStream::pair().expect("sockets");
+        // A request that comes too early is none.
+        (&host).write_all(&GO).expect("room");
+        drop(host);
+        let error = Entering(control).wait(&guest).expect_err("no report");
+        assert_eq!(error.to_string(), "wait for the process: the host has gone");
     }
 }

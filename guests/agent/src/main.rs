@@ -28,9 +28,12 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Argument of a copy that becomes a command.
 const ENTER: &str = "enter";
+/// Pause after a connection that cannot be accepted for lack of descriptors or memory.
+const PAUSE: Duration = Duration::from_millis(100);
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
@@ -62,8 +65,17 @@ fn serve() -> io::Result<()> {
     root::mount_kernel_file_systems()?;
     let listener = listener::Listener::new(proto::agent::PORT)?;
     let agent = Arc::new(connection::Agent::new()?);
+    privileges::raise_file_limit()?;
     loop {
-        let connection = listener.accept()?;
+        let connection = match listener.accept() {
+            Ok(connection) => connection,
+            // The guest serves those that it has.
+            Err(error) => {
+                eprintln!("parador-agent: accept a connection: {error}");
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+        };
         let agent = Arc::clone(&agent);
         let served = std::thread::Builder::new().spawn(move || agent.serve(connection));
         // Without memory for a thread, the host sees that the connection ends.

@@ -34,6 +34,12 @@ const RESOURCES: [Resource; 16] = [
     Resource::Rttime,
 ];
 
+/// Open files of the agent: each process has about eleven.
+const OF_AGENT: Rlimit = Rlimit { current: Some(1 << 16), maximum: Some(1 << 16) };
+/// Open files of its children: those of process 1 (`INR_OPEN_CUR` and `INR_OPEN_MAX` in Linux'
+/// `uapi/linux/fs.h`).
+const OF_CHILDREN: Rlimit = Rlimit { current: Some(1024), maximum: Some(4096) };
+
 /// Adjustment of a process' score for the OOM killer (proc(5)).
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 
@@ -43,6 +49,16 @@ fn named(what: &str) -> impl FnOnce(Errno) -> io::Error {
         let error = io::Error::from(error);
         io::Error::new(error.kind(), format!("{what}: {error}"))
     }
+}
+
+/// Raises the limit of open files for the agent.
+pub fn raise_file_limit() -> io::Result<()> {
+    setrlimit(Resource::Nofile, OF_AGENT).map_err(named("raise the limit of open files"))
+}
+
+/// Gives a child of the agent the limit of open files that it has without the agent's own.
+pub fn restore_file_limit() -> io::Result<()> {
+    setrlimit(Resource::Nofile, OF_CHILDREN).map_err(named("restore the limit of open files"))
 }
 
 /// Changes the user of this process; one other than root loses the capabilities (capabilities(7)).

@@ -2,7 +2,7 @@
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::{Errno, ioctl_fionread, retry_on_intr};
 use rustix::net::{Shutdown, shutdown};
 use std::fs::File;
 use std::io::{self, PipeReader, Write};
@@ -48,14 +48,16 @@ pub fn output(from: OwnedFd, to: File, ended: PipeReader) -> io::Result<JoinHand
 
 fn copy_until_end(from: &OwnedFd, to: &mut File, ended: &PipeReader) -> io::Result<()> {
     let mut room = vec![0; ROOM];
-    let mut has_ended = false;
-    loop {
-        if !has_ended {
+    // Bytes to be copied after the end: processes that are left may write without end.
+    let mut rest = None;
+    while rest != Some(0) {
+        if rest.is_none() {
             let mut descriptors =
                 [from.as_fd(), ended.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             retry_on_intr(|| poll(&mut descriptors, None))?;
             if !descriptors[1].revents().is_empty() {
-                has_ended = true;
+                // Of a terminal's, some may be counted later; it has fewer than this.
+                rest = Some(ioctl_fionread(from)?.max(ROOM as u64));
                 fcntl_setfl(from, fcntl_getfl(from)? | OFlags::NONBLOCK)?;
             }
         }
@@ -63,9 +65,14 @@ fn copy_until_end(from: &OwnedFd, to: &mut File, ended: &PipeReader) -> io::Resu
             // A terminal without programs reports an error.
             Ok(0) | Err(Errno::IO) => return Ok(()),
             Err(Errno::AGAIN) => return Ok(()),
-            count => to.write_all(&room[..count?])?,
+            count => {
+                let count = count?;
+                to.write_all(&room[..count])?;
+                rest = rest.map(|rest| rest.saturating_sub(count as u64));
+            }
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -92,6 +99,17 @@ mod tests {
         host.read_to_string(&mut text).expect("text");
         assert_eq!(text, "some", "although the command's end is open");
         copying.join().expect("no panic");
+    }
+
+    #[test]
+    fn a_process_that_is_left_does_not_prolong_the_stream() {
+        let (mut command, mut host, end, copying) = stream();
+        let writing = std::thread::spawn(move || while command.write_all(&[0; ROOM]).is_ok() {});
+        drop(end);
+        let copied = io::copy(&mut host, &mut io::sink()).expect("bytes");
+        assert!(copied < 1 << 30, "{copied}");
+        copying.join().expect("no panic");
+        writing.join().expect("no panic");
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! Users and groups by their names, from the guest's own files.
 
 use proto::agent::{CommandUser, MAX_GROUPS};
+use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 /// Files of users and groups (passwd(5), group(5)).
 const USERS: &str = "/etc/passwd";
@@ -33,14 +36,26 @@ pub fn resolve(user: &CommandUser<'_>) -> io::Result<ResolvedUser> {
     }
 }
 
-/// Reads a file; one that is missing is empty.
+/// Reads a file; one that is missing, or not regular, is empty.
 fn read(path: &str) -> io::Result<String> {
     let mut bytes = Vec::new();
-    match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
+    match open_regular(Path::new(path)) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidInput) => {}
         file => drop(file?.take(MAX_FILE).read_to_end(&mut bytes)?),
     }
     Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Opens a regular file of a container, which may have a named pipe in its place, for whose writer
+/// this would wait. Another file is invalid input.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
+    if file.metadata()?.is_file() {
+        return Ok(file);
+    }
+    let text = format!("read {}: it is not a regular file", path.display());
+    Err(io::Error::new(ErrorKind::InvalidInput, text))
 }
 
 /// Finds a user, as images name it, in the contents of both files.
@@ -100,6 +115,20 @@ mod tests {
     fn found(text: &str) -> Option<(u32, u32, Vec<u32>, String)> {
         let user = find(text, USERS, GROUPS).ok()?;
         Some((user.user, user.group, user.groups, user.home?))
+    }
+
+    #[test]
+    fn a_named_pipe_has_no_users() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pipe = folder.path().join("passwd");
+        let mode = rustix::fs::Mode::RUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0)
+            .expect("a pipe");
+        let text = open_regular(&pipe).expect_err("no file").to_string();
+        assert!(text.ends_with("it is not a regular file"), "{text}");
+        for path in [pipe.to_str().expect("UTF-8"), "/dev/zero", "/no/such"] {
+            assert_eq!(read(path).ok().as_deref(), Some(""));
+        }
     }
 
     #[test]

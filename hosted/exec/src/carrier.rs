@@ -1,6 +1,6 @@
 //! Carrier of a command or of a container's process: its streams or terminal, signals, and its end.
 
-use crate::connection::ControlConnection;
+use crate::connection::{ControlConnection, check_time, time_limit};
 use crate::patience::{AgentDeadline, AgentTimeout};
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -18,7 +18,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// A wait without a limit.
@@ -60,23 +60,39 @@ impl Carrier {
         has_terminal: bool,
         set_up: Option<&AgentRequest<'_>>,
     ) -> Result<Connected, Failure> {
-        let mut deadline = AgentDeadline::new(limit);
+        Self::connect_by(None, vm, limit, forwarded, has_terminal, set_up)
+    }
+
+    /// Connects, as [`Self::connect`] does, until `deadline`.
+    ///
+    /// # Errors
+    /// Those of [`Self::connect`]; the deadline has passed: 124.
+    pub fn connect_by(
+        deadline: Option<Instant>,
+        vm: &mut AgentVm,
+        limit: AgentTimeout,
+        forwarded: &[i32],
+        has_terminal: bool,
+        set_up: Option<&AgentRequest<'_>>,
+    ) -> Result<Connected, Failure> {
+        let mut agent_deadline = AgentDeadline::new(limit);
         let mut signals = Signals::new(forwarded).os_error("install signal handlers")?;
         let control = loop {
             if let Some(code) = early_end(&mut signals) {
                 return Ok(Err(code));
             }
-            if let Some(control) = ControlConnection::open(vm, &mut deadline)? {
+            check_time(deadline)?;
+            if let Some(control) = ControlConnection::open(vm, &mut agent_deadline)? {
                 break control;
             }
         };
         if let Some(request) = set_up {
-            control.request(vm, request)?;
+            control.request_by(vm, request, deadline)?;
         }
         if let Some(code) = early_end(&mut signals) {
             return Ok(Err(code));
         }
-        let streams = Streams::connect(&control, vm, has_terminal)?;
+        let streams = Streams::connect(&control, vm, has_terminal, deadline)?;
         Ok(Ok(Self { control, signals, streams, has_terminal }))
     }
 
@@ -104,7 +120,20 @@ impl Carrier {
         self.control.request(vm, request)
     }
 
-    /// Moves bytes and signals until the end of the command, which was started.
+    /// Sends a request, as [`Self::request`] does, unless `deadline` has passed.
+    ///
+    /// # Errors
+    /// Those of [`Self::request`]; the deadline: 124.
+    pub fn request_by(
+        &self,
+        vm: &mut AgentVm,
+        request: &AgentRequest<'_>,
+        deadline: Option<Instant>,
+    ) -> Result<(), Failure> {
+        self.control.request_by(vm, request, deadline)
+    }
+
+    /// Moves bytes and signals until the end of the command, which was started, and of its output.
     ///
     /// # Errors
     /// The VM ends before the command; the time limit: 124; the command's output cannot be written,
@@ -113,26 +142,17 @@ impl Carrier {
         let Self { control, signals, streams, has_terminal } = self;
         let _raw = has_terminal.then(Raw::enter);
         let outputs = streams.copy()?;
-        if has_terminal {
+        let size = has_terminal.then(window);
+        if let Some(size) = size {
             // An engine may have set it since the command was created. The connection ends with
             // the command.
-            let _ = wire::send(&control.stream, &AgentRequest::Resize(window()));
+            let _ = wire::send(&control.stream, &AgentRequest::Resize(size));
         }
-        forward(signals, &control)?;
+        forward(signals, &control.stream, size)?;
         let end = end_of(&control)?;
-        let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
-        match end.recv_timeout(limit) {
-            Ok(Ok(Some(carried))) => {
-                // A panic of a thread has been reported.
-                let failed = outputs.into_iter().filter_map(|output| output.join().ok().flatten());
-                if let Some(error) = failed.collect::<Vec<_>>().first() {
-                    return Err(Failure::os("write the command's output", error));
-                }
-                Ok(carried)
-            }
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Failure::new(failure::TIMEOUT, "time limit reached"))
-            }
+        match end.recv_timeout(time_until(deadline)) {
+            Ok(Ok(Some(carried))) => finish(&outputs, deadline).map(|()| carried),
+            Err(RecvTimeoutError::Timeout) => Err(time_limit()),
             // The streams may stay open: this process ends with its failure.
             Ok(Err(error)) => {
                 let text = format!("the agent's answer cannot be understood: {error}");
@@ -144,6 +164,26 @@ impl Carrier {
             }),
         }
     }
+}
+
+/// Returns the rest of the time, [`FOREVER`] without a deadline.
+fn time_until(deadline: Option<Instant>) -> Duration {
+    deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()))
+}
+
+/// Waits until all output is written: each thread has sent its result, or has panicked, which was
+/// reported.
+fn finish(outputs: &Receiver<Option<io::Error>>, deadline: Option<Instant>) -> Result<(), Failure> {
+    let mut first = None;
+    loop {
+        match outputs.recv_timeout(time_until(deadline)) {
+            Ok(error) => first = first.or(error),
+            Err(RecvTimeoutError::Disconnected) => break,
+            // Its reader does not read.
+            Err(RecvTimeoutError::Timeout) => return Err(time_limit()),
+        }
+    }
+    first.map_or(Ok(()), |error| Err(Failure::os("write the command's output", &error)))
 }
 
 /// Returns the exit code if a signal is to end this process: there is no command yet that could get
@@ -173,17 +213,18 @@ impl Streams {
         control: &ControlConnection,
         vm: &mut AgentVm,
         has_terminal: bool,
+        deadline: Option<Instant>,
     ) -> Result<Self, Failure> {
-        let mut connect = |stream| control.stream(vm, stream);
+        let mut connect = |stream| control.stream(vm, stream, deadline);
         if has_terminal {
             return connect(Stream::Terminal).map(Self::Terminal);
         }
-        let [input, output, error] = [Stream::Input, Stream::Output, Stream::Error].map(connect);
-        Ok(Self::Three([input?, output?, error?]))
+        let [input, output] = [connect(Stream::Input)?, connect(Stream::Output)?];
+        Ok(Self::Three([input, output, connect(Stream::Error)?]))
     }
 
-    /// Starts copying; the threads of output end with it, and return the error of a lost output.
-    fn copy(self) -> Result<Vec<JoinHandle<Option<io::Error>>>, Failure> {
+    /// Starts copying; each thread of output ends with it, and sends the error of a lost output.
+    fn copy(self) -> Result<Receiver<Option<io::Error>>, Failure> {
         let has_terminal = matches!(self, Self::Terminal(_));
         let (input, outputs) = match self {
             Self::Terminal(stream) => {
@@ -203,19 +244,21 @@ impl Streams {
             let _ = copy(stdin, &input);
             let _ = input.shutdown(Shutdown::Write);
         })?;
-        outputs
-            .into_iter()
-            .map(|(from, to)| {
-                spawn(move || {
-                    let copied = copy(&from, to);
-                    // No reader takes more: the command gets SIGPIPE.
-                    let _ = from.shutdown(Shutdown::Both);
-                    // That is all that a command learns of a reader or terminal that has gone.
-                    let is_lost = |error: &io::Error| error.kind() != ErrorKind::BrokenPipe;
-                    copied.err().filter(|error| !has_terminal && is_lost(error))
-                })
-            })
-            .collect()
+        let (sender, receiver) = sync_channel(outputs.len());
+        for (from, to) in outputs {
+            let sender = sender.clone();
+            spawn(move || {
+                let copied = copy(&from, to);
+                // No reader takes more: the command gets SIGPIPE.
+                let _ = from.shutdown(Shutdown::Both);
+                // That is all that a command learns of a reader or terminal that has gone.
+                let is_lost = |error: &io::Error| error.kind() != ErrorKind::BrokenPipe;
+                let lost = copied.err().filter(|error| !has_terminal && is_lost(error));
+                // The carrier may have ended by its time limit.
+                let _ = sender.send(lost);
+            })?;
+        }
+        Ok(receiver)
     }
 }
 
@@ -224,10 +267,8 @@ fn own_file(stream: BorrowedFd<'_>) -> Result<File, Failure> {
     stream.try_clone_to_owned().map(File::from).os_error("copy a descriptor")
 }
 
-fn spawn<T: Send + 'static>(
-    action: impl FnOnce() -> T + Send + 'static,
-) -> Result<JoinHandle<T>, Failure> {
-    thread::Builder::new().spawn(action).os_error("create a thread")
+fn spawn(action: impl FnOnce() + Send + 'static) -> Result<(), Failure> {
+    thread::Builder::new().spawn(action).map(drop).os_error("create a thread")
 }
 
 /// Copies until one side ends.
@@ -242,22 +283,40 @@ fn copy(from: impl AsFd, to: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Passes signals of this process on to the command.
-fn forward(mut signals: Signals, control: &ControlConnection) -> Result<(), Failure> {
-    let control = control.stream.try_clone().os_error("copy a descriptor")?;
+/// Passes signals of this process on to the command, whose terminal has a `size`.
+fn forward(
+    mut signals: Signals,
+    control: &UnixStream,
+    mut size: Option<TerminalSize>,
+) -> Result<(), Failure> {
+    let control = control.try_clone().os_error("copy a descriptor")?;
     spawn(move || {
         for signal in signals.forever() {
-            let request = match signal {
-                SIGWINCH => AgentRequest::Resize(window()),
-                signal => AgentRequest::Signal(signal as u8),
-            };
             // The connection ends with the command.
-            if wire::send(&control, &request).is_err() {
+            if wire::send(&control, &request_of(signal, &mut size, window)).is_err() {
                 return;
             }
         }
     })
-    .map(drop)
+}
+
+/// Returns the request that passes a signal on. The guest sends SIGWINCH itself when a terminal
+/// gets another size than the last one; without that, it is for the command, as the `STOPSIGNAL` of
+/// an image.
+fn request_of(
+    signal: i32,
+    last: &mut Option<TerminalSize>,
+    window: impl FnOnce() -> TerminalSize,
+) -> AgentRequest<'static> {
+    if signal == SIGWINCH
+        && let Some(last) = last
+    {
+        let size = window();
+        if std::mem::replace(last, size) != size {
+            return AgentRequest::Resize(size);
+        }
+    }
+    AgentRequest::Signal(signal as u8)
 }
 
 /// Returns what receives the end of the command, or the error of a malformed message; `None`: the
@@ -304,13 +363,63 @@ fn receive_end(control: &UnixStream) -> io::Result<Option<Carried>> {
 mod tests {
     use super::*;
     use crate::testing::frame;
-    use std::io::Write;
+    use std::io::{Read, Write};
 
     fn received(bytes: &[u8]) -> io::Result<Option<Carried>> {
         let (host, guest) = UnixStream::pair().unwrap();
         (&guest).write_all(bytes).unwrap();
         drop(guest);
         receive_end(&host)
+    }
+
+    fn past() -> Option<Instant> {
+        Some(Instant::now())
+    }
+
+    #[test]
+    fn a_vm_whose_time_is_over_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut vm = AgentVm::attach(folder.path().to_owned());
+        let limit = AgentTimeout::default();
+        let connected = Carrier::connect_by(past(), &mut vm, limit, &[], false, None);
+        assert_eq!(connected.err().map(|failure| failure.code()), Some(failure::TIMEOUT));
+    }
+
+    #[test]
+    fn a_command_whose_time_is_over_is_not_started() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut vm = AgentVm::attach(folder.path().to_owned());
+        let (host, mut guest) = UnixStream::pair().unwrap();
+        let carrier = Carrier {
+            control: ControlConnection { stream: host, command: 1 },
+            signals: Signals::new([0; 0]).unwrap(),
+            streams: Streams::Terminal(UnixStream::pair().unwrap().0),
+            has_terminal: false,
+        };
+        let late = carrier.request_by(&mut vm, &AgentRequest::Signal(1), past()).unwrap_err();
+        assert_eq!(late.code(), failure::TIMEOUT);
+        // The agent does not answer in time.
+        let soon = Some(Instant::now() + Duration::from_millis(20));
+        let request = AgentRequest::Signal(2);
+        let late = carrier.request_by(&mut vm, &request, soon).unwrap_err();
+        assert_eq!(late.code(), failure::TIMEOUT);
+        drop(carrier);
+        let mut sent = Vec::new();
+        guest.read_to_end(&mut sent).unwrap();
+        let mut expected = Vec::new();
+        wire::send(&mut expected, &request).unwrap();
+        assert_eq!(sent, expected);
+    }
+
+    #[test]
+    fn output_is_written_until_the_time_limit() {
+        let (sender, outputs) = sync_channel(2);
+        sender.send(None).unwrap();
+        assert_eq!(finish(&outputs, past()).unwrap_err().code(), failure::TIMEOUT);
+        sender.send(Some(ErrorKind::StorageFull.into())).unwrap();
+        drop(sender);
+        assert_eq!(finish(&outputs, None).unwrap_err().code(), failure::OS_ERROR);
+        finish(&outputs, past()).unwrap();
     }
 
     #[test]
@@ -324,5 +433,21 @@ mod tests {
         for malformed in [&[1, 0, 0, 0, 0xff][..], &[0xff; 8], &frame(&Answer::Done)] {
             assert!(received(malformed).is_err(), "{malformed:?}");
         }
+    }
+
+    #[test]
+    fn a_signal_of_resizing_reaches_a_command() {
+        let (host, guest) = UnixStream::pair().unwrap();
+        forward(Signals::new([SIGWINCH]).unwrap(), &host, None).unwrap();
+        signal_hook::low_level::raise(SIGWINCH).unwrap();
+        let mut room = Vec::new();
+        wire::receive(&guest, &mut room).unwrap().unwrap();
+        let request: AgentRequest<'_> = wire::read(&room).unwrap();
+        assert!(matches!(request, AgentRequest::Signal(28)), "{request:?}");
+        let [size, other] = [80, 90].map(|columns| TerminalSize { rows: 24, columns });
+        let mut last = Some(size);
+        let mut is_resized =
+            |now| matches!(request_of(SIGWINCH, &mut last, || now), AgentRequest::Resize(_));
+        assert_eq!([size, other, other].map(&mut is_resized), [false, true, false]);
     }
 }

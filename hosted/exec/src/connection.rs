@@ -9,13 +9,15 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Time limit for the agent's answer on a stream.
 const STREAM: Duration = Duration::from_secs(10);
 /// Time limit of one attempt, and of a request.
 const ATTEMPT: Duration = Duration::from_millis(500);
 const SETUP: Duration = Duration::from_secs(60);
+/// Longest timer tick of Linux, by which the time limit of a socket may end too early.
+const TICK: Duration = Duration::from_millis(10);
 /// Interval of attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
@@ -57,12 +59,20 @@ impl ControlConnection {
         }
     }
 
-    /// Connects a stream of the command.
+    /// Connects a stream of the command, until `deadline`.
     ///
     /// # Errors
-    /// The agent does not answer, or refuses it: `vm` explains why.
-    pub fn stream(&self, vm: &mut AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
-        connect_to_agent(vm, Purpose::Stream { command: self.command, stream })
+    /// The agent does not answer, or refuses it: `vm` explains why; `deadline` has passed: 124.
+    pub fn stream(
+        &self,
+        vm: &mut AgentVm,
+        stream: Stream,
+        deadline: Option<Instant>,
+    ) -> Result<UnixStream, Failure> {
+        check_time(deadline)?;
+        let purpose = Purpose::Stream { command: self.command, stream };
+        let result = connect_within(vm, purpose, time_left(deadline, STREAM));
+        result.or_else(|failure| check_time(deadline).and(Err(failure)))
     }
 
     /// Sends a request and waits until it was carried out.
@@ -75,6 +85,24 @@ impl ControlConnection {
             Answer::Done => Ok(()),
             _ => Err(wrong_answer()),
         }
+    }
+
+    /// Sends a request, as [`Self::request`] does, unless its time is over. The wait for each part
+    /// of the answer has the rest of the time as its limit.
+    ///
+    /// # Errors
+    /// See [`Self::request`]; `deadline` has passed: 124.
+    pub fn request_by(
+        &self,
+        vm: &mut AgentVm,
+        request: &AgentRequest<'_>,
+        deadline: Option<Instant>,
+    ) -> Result<(), Failure> {
+        check_time(deadline)?;
+        let limit = time_left(deadline, SETUP);
+        self.stream.set_read_timeout(Some(limit)).os_error("set a time limit")?;
+        let result = self.request(vm, request);
+        result.or_else(|failure| check_time(deadline).and(Err(failure)))
     }
 
     /// Asks for the statistics of a container.
@@ -108,9 +136,35 @@ impl ControlConnection {
                 Err(Failure::new(failure::UNAVAILABLE, format!("the guest cannot {text}")))
             }
             Ok(answer) => Ok(answer),
+            // It may wait for a file of this host, and serves other connections meanwhile.
+            Err(error) if is_late(&error) => {
+                Err(Failure::new(failure::UNAVAILABLE, "the agent has not answered in time"))
+            }
             Err(error) => Err(vm.failure(&format!("the agent has not answered: {error}"))),
         }
     }
+}
+
+/// Checks that there is time left until `deadline`.
+///
+/// # Errors
+/// It has passed: 124.
+pub fn check_time(deadline: Option<Instant>) -> Result<(), Failure> {
+    match deadline.is_some_and(|time| time <= Instant::now()) {
+        true => Err(time_limit()),
+        false => Ok(()),
+    }
+}
+
+/// Returns a limit for a wait that lasts until `deadline`, `most` at the most, or slightly longer.
+fn time_left(deadline: Option<Instant>, most: Duration) -> Duration {
+    let rest = deadline.map_or(most, |time| time.saturating_duration_since(Instant::now()));
+    rest.min(most) + TICK
+}
+
+/// Returns the failure of a command whose time is over.
+pub fn time_limit() -> Failure {
+    Failure::new(failure::TIMEOUT, "time limit reached")
 }
 
 /// Makes a connection to an agent that has answered before.
@@ -118,7 +172,15 @@ impl ControlConnection {
 /// # Errors
 /// The agent does not answer, or refuses it: `vm` explains why.
 pub fn connect_to_agent(vm: &mut AgentVm, purpose: Purpose) -> Result<UnixStream, Failure> {
-    match connect(&vm.socket(), || purpose, STREAM) {
+    connect_within(vm, purpose, STREAM)
+}
+
+fn connect_within(
+    vm: &mut AgentVm,
+    purpose: Purpose,
+    limit: Duration,
+) -> Result<UnixStream, Failure> {
+    match connect(&vm.socket(), || purpose, limit) {
         Ok((stream, _)) => Ok(stream),
         Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),
     }

@@ -42,11 +42,12 @@ use hosted_monitor::runtime::RuntimeFolder;
 use patience::AgentTimeout;
 use proto::agent::{AgentRequest, Guest, Network, Prefix, Route};
 use proto::system::MAX_VCPUS;
-use rustix::stdio::{stdin, stdout};
+use rustix::stdio::{stderr, stdin, stdout};
 use rustix::termios::isatty;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use std::ffi::{OsStr, OsString};
 use std::net::Ipv4Addr;
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -223,15 +224,17 @@ fn carry(
         mounts: plan.mounts(),
         network: plan.has_network.then(network),
     };
-    let has_terminal = isatty(stdin()) && isatty(stdout());
+    let has_terminal = are_terminals([stdin(), stdout(), stderr()]);
     let set_up = AgentRequest::Configure(guest);
     let forwarded = interrupt::heeded(&FORWARDED);
-    let carrier = match Carrier::connect(vm, limit, &forwarded, has_terminal, Some(&set_up))? {
+    let connected =
+        Carrier::connect_by(deadline, vm, limit, &forwarded, has_terminal, Some(&set_up))?;
+    let carrier = match connected {
         Ok(carrier) => carrier,
         Err(code) => return Ok(code),
     };
     let command = plan.command(carrier.terminal())?;
-    carrier.request(vm, &AgentRequest::Start(command))?;
+    carrier.request_by(vm, &AgentRequest::Start(command), deadline)?;
     let code = carrier.carry(vm, deadline)?.code;
     if code != 0
         && let Some(folder) = plan.of_other_user()
@@ -246,9 +249,28 @@ fn carry(
     Ok(code)
 }
 
+/// Returns whether the command gets a terminal, which mixes output and errors: all are of one.
+fn are_terminals(streams: [BorrowedFd<'_>; 3]) -> bool {
+    streams.into_iter().all(isatty)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn redirected_errors_stay_separate() {
+        let [terminal, file] = ["/dev/ptmx", "/dev/null"].map(|path| File::open(path).unwrap());
+        let [terminal, file] = [terminal.as_fd(), file.as_fd()];
+        assert!(are_terminals([terminal; 3]));
+        for redirected in 0..3 {
+            let mut streams = [terminal; 3];
+            streams[redirected] = file;
+            assert!(!are_terminals(streams), "{redirected}");
+        }
+    }
 
     #[test]
     fn owners_follow_the_path() {

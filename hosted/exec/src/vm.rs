@@ -214,7 +214,7 @@ fn check_length(socket: &Path) -> Result<(), Failure> {
     }
     let text = format!("the socket {} has a path of {length} bytes", socket.display());
     Err(Failure::new(failure::USAGE, format!("{text} (limit {LIMIT})"))
-        .help("set XDG_RUNTIME_DIR, or TMPDIR without it, to a folder with a shorter path"))
+        .help("set XDG_RUNTIME_DIR to a folder with a shorter path"))
 }
 
 /// Returns the lines of a console that state the reason of an end: a panic's first ones, else the

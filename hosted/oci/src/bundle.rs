@@ -297,7 +297,7 @@ fn namespaces(
     let own = |kind, name: &str| match find(kind).map(|it| it.path()) {
         Some(None) => Ok(true),
         // Those of the pod are those of the guest.
-        Some(Some(_)) if is_member => Ok(false),
+        Some(Some(_)) if is_member && OF_PODS.contains(&kind) => Ok(false),
         // CRI-O makes those of a pod on the host.
         Some(Some(path)) if is_sandbox && OF_PODS.contains(&kind) => match fs::metadata(path) {
             Ok(found) if network::is_of_host(&found, kind) => {
@@ -325,8 +325,14 @@ fn namespaces(
     let uts = own(LinuxNamespaceType::Uts, "UTS")?;
     // Those of a sandbox are for all containers of the pod: they are the guest's.
     let namespaces = Namespaces { pid, ipc: ipc && !is_sandbox, uts: uts && !is_sandbox };
-    own(LinuxNamespaceType::Mount, "mount")?;
-    own(LinuxNamespaceType::User, "user")?;
+    for (kind, name) in [
+        (LinuxNamespaceType::Mount, "mount"),
+        (LinuxNamespaceType::User, "user"),
+        (LinuxNamespaceType::Cgroup, "cgroup"),
+        (LinuxNamespaceType::Time, "time"),
+    ] {
+        own(kind, name)?;
+    }
     let network = find(LinuxNamespaceType::Network).and_then(|it| it.path().clone());
     Ok((namespaces, network))
 }
@@ -568,6 +574,13 @@ mod tests {
         foreign["annotations"] = json!({ KINDS[0]: "container", SANDBOXES[0]: "pod" });
         let member = open(foreign.clone()).unwrap();
         assert!(!member.namespaces.pid && member.sandbox.as_deref() == Some("pod"));
+        for kind in ["mount", "user", "cgroup", "time"] {
+            let mut other = foreign.clone();
+            let path = json!({ "type": kind, "path": "/run/x" });
+            other["linux"]["namespaces"].as_array_mut().unwrap().insert(0, path);
+            let text = format!("namespace /run/x: a VM cannot join another {kind} namespace");
+            assert_eq!(refused(other), text);
+        }
         foreign["annotations"] = json!({ KINDS[1]: SANDBOX });
         assert_eq!(refused(foreign.clone()), "a VM cannot have the host's PID namespace");
         foreign["annotations"] = json!({ KINDS[1]: "other" });

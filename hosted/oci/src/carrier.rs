@@ -259,12 +259,10 @@ fn container(
         false => Ok(Carried { code: LOST, lacked_memory: false }),
     };
     if let Err(failure) = &carried
-        && failure.code() != failure::UNAVAILABLE
+        && is_of_agent(failure)
         && let Some(vm) = sandbox.and_then(ProcessId::pid)
     {
-        // A guest that sends malformed messages serves none of its containers; one that cannot
-        // start a program serves the others. The VM may have ended, and this process is not its
-        // parent.
+        // The VM may have ended, and this process is not its parent.
         let _ = kill_process(vm, Signal::TERM);
     }
     match carried {
@@ -276,6 +274,13 @@ fn container(
         _ => vm.let_end(),
     }
     exit_code(carried)
+}
+
+/// Returns whether a failure is that of the agent, which serves none of its containers then: it
+/// sends malformed messages, or ends connections. A program that cannot be started, and a failure
+/// of this host, such as a full disk, concern one container.
+fn is_of_agent(failure: &Failure) -> bool {
+    failure.code() == failure::INTERNAL
 }
 
 fn exit_code(carried: Result<Carried, Failure>) -> u8 {
@@ -577,4 +582,20 @@ pub fn carry_here(
 ) -> Result<u8, Failure> {
     let (mut vm, carrier) = enter(store, state, process)?;
     carrier.carry(&mut vm, None).map(|carried| carried.code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_of_the_host_are_those_of_one_container() {
+        let full = Failure::os("write the command's output", &io::ErrorKind::StorageFull.into());
+        let refused = Failure::new(failure::UNAVAILABLE, "the guest cannot start `a`");
+        for failure in [full, refused, refuse("the answer of ip is malformed")] {
+            assert!(!is_of_agent(&failure), "{failure}");
+        }
+        let malformed = AgentVm::attach("/no/such".into()).failure("a message is malformed");
+        assert!(is_of_agent(&malformed));
+    }
 }

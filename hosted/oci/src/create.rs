@@ -80,7 +80,7 @@ fn build(
     sandbox: Option<ContainerRecord>,
 ) -> Result<Child, Failure> {
     let id = &arguments.id;
-    let folder = RuntimeFolder::open()?.path().join(unique_name());
+    let folder = new_folder(RuntimeFolder::open()?.path())?;
     let path = bundle.linux.cgroups_path().as_deref();
     let scope = global.systemd_cgroup.then(|| Scope::new(path, id)).transpose()?;
     let default = Path::new("/").join(id);
@@ -96,7 +96,7 @@ fn build(
         annotations: bundle.annotations.clone(),
         vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
         vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
-        pid_owner: sandbox.as_ref().and_then(|sandbox| pid_owner(store, bundle, sandbox)),
+        pid_owner: pid_owner(store, bundle, sandbox.as_ref())?,
         memory_limit: bundle.memory_limit,
         cpu_quota: bundle.host_limits.cpu_quota,
         cpu_period: bundle.host_limits.cpu_period,
@@ -155,14 +155,34 @@ fn run_hooks(
 }
 
 /// Returns the container in the VM of a sandbox whose PID namespace a container is to have, if its
-/// configuration states that of a carrier.
-fn pid_owner(store: &Store, bundle: &Bundle, sandbox: &ContainerRecord) -> Option<String> {
-    let all = bundle.linux.namespaces().as_ref()?;
-    let stated = all.iter().find(|it| it.typ() == LinuxNamespaceType::Pid)?.path().as_ref()?;
-    let number = stated.to_str()?.strip_prefix("/proc/")?.strip_suffix("/ns/pid")?;
-    let number = number.parse::<i32>().ok()?;
+/// configuration states that of a process.
+///
+/// # Errors
+/// The process is the carrier of no container in the VM.
+fn pid_owner(
+    store: &Store,
+    bundle: &Bundle,
+    sandbox: Option<&ContainerRecord>,
+) -> Result<Option<String>, Failure> {
+    let mut all = bundle.linux.namespaces().iter().flatten();
+    let stated = all.find(|it| it.typ() == LinuxNamespaceType::Pid);
+    let stated = stated.and_then(|it| it.path().as_ref()).and_then(|path| path.to_str());
+    let owner = stated.and_then(stated_process);
+    let (Some(number), Some(sandbox)) = (owner, sandbox) else { return Ok(None) };
     let is_it = |other: &ContainerRecord| other.carrier.is_some_and(|it| it.pid == number);
-    store.in_vm(&sandbox.vm_folder).into_iter().find(is_it).map(|other| other.id)
+    match store.in_vm(&sandbox.vm_folder).into_iter().find(is_it) {
+        Some(other) => Ok(Some(other.id)),
+        None => Err(refuse(format!(
+            "the PID namespace of process {number} is that of no container in the VM of the \
+             sandbox \"{}\": it has ended, or is in another VM",
+            sandbox.id
+        ))),
+    }
+}
+
+/// Returns the process of a PID namespace's path; `None`: the path is another one.
+fn stated_process(path: &str) -> Option<i32> {
+    path.strip_prefix("/proc/")?.strip_suffix("/ns/pid")?.parse().ok()
 }
 
 /// Ends a carrier of which no engine knows.
@@ -212,8 +232,64 @@ pub fn write_pid(path: Option<&Path>, mut carrier: Child) -> Result<Child, Failu
     }
 }
 
+/// Returns the path of a new folder in the runtime folder, without links: the kernel lists mounts
+/// by such paths.
+fn new_folder(runtime: &Path) -> Result<PathBuf, Failure> {
+    let runtime = fs::canonicalize(runtime).file_error("find the runtime folder", runtime)?;
+    Ok(runtime.join(unique_name()))
+}
+
 /// Returns a name that no other container has: of this process, and its time.
 fn unique_name() -> PathBuf {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{PREFIX}{}-{:x}", std::process::id(), since.as_micros()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::ProcessId;
+    use crate::store::testing::state;
+    use serde_json::json;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn folders_have_the_paths_that_the_kernel_lists() {
+        let folder = tempfile::tempdir().unwrap();
+        let real = fs::canonicalize(folder.path()).unwrap().join("run");
+        fs::create_dir(&real).unwrap();
+        let link = folder.path().join("link");
+        symlink(&real, &link).unwrap();
+        assert_eq!(new_folder(&link).unwrap().parent(), Some(&*real));
+        assert!(new_folder(&folder.path().join("missing")).is_err());
+    }
+
+    #[test]
+    fn a_shared_pid_namespace_is_that_of_a_container_in_the_vm() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(Some(&folder.path().join("root")));
+        let carrier = ProcessId::of(std::process::id()).unwrap();
+        let sandbox = state("pod", Some(carrier));
+        drop(store.reserve("pod").unwrap());
+        store.save(&sandbox).unwrap();
+        let owner = |path: &str| {
+            let configuration = json!({
+                "ociVersion": "1.0.2", "root": { "path": "rootfs" },
+                "process": { "user": {}, "cwd": "/", "args": ["true"] },
+                "annotations": { "io.kubernetes.cri.container-type": "container",
+                    "io.kubernetes.cri.sandbox-id": "pod" },
+                "linux": { "namespaces": [{ "type": "pid", "path": path },
+                    { "type": "network" }, { "type": "ipc" }] }
+            });
+            let file = folder.path().join("config.json");
+            fs::write(file, configuration.to_string()).unwrap();
+            pid_owner(&store, &Bundle::open(folder.path()).unwrap(), Some(&sandbox))
+                .map_err(|failure| report::text(&failure))
+        };
+        let of = |pid: i32| format!("/proc/{pid}/ns/pid");
+        assert_eq!(owner(&of(carrier.pid)), Ok(Some("pod".to_owned())));
+        assert_eq!(owner("/run/pidns/x"), Ok(None));
+        let refused = owner(&of(1)).unwrap_err();
+        assert!(refused.starts_with("the PID namespace of process 1 is that of no container"));
+    }
 }

@@ -98,6 +98,19 @@ fn no_map(place: Display<'_>) -> Failure {
     refuse(format!("mount {place}: a VM cannot map the IDs of users"))
 }
 
+/// Returns the source of a mount, which a bind mount must have: a path without one would be that of
+/// the bundle.
+fn source_of(mount: &Mount, is_bind: bool) -> Result<PathBuf, Failure> {
+    let source = mount.source().clone().unwrap_or_default();
+    match is_bind && source.as_os_str().is_empty() {
+        true => {
+            let place = mount.destination().display();
+            Err(refuse(format!("mount {place}: `source` of the bind mount is missing")))
+        }
+        false => Ok(source),
+    }
+}
+
 impl MountPlan {
     /// Reads a mount of a configuration.
     ///
@@ -139,7 +152,7 @@ impl MountPlan {
         if bind.is_none() && !KINDS.contains(&kind) {
             return Err(refuse(format!("mount {shown}: a VM has no file system of type {kind:?}")));
         }
-        let source = mount.source().clone().unwrap_or_default();
+        let source = source_of(mount, bind.is_some())?;
         Ok(match bind {
             Some(is_recursive) => Self {
                 kind: String::new(),
@@ -260,6 +273,11 @@ mod tests {
         assert_eq!(shared, Err("mount /a: a VM cannot propagate mounts to the host".to_owned()));
         let mapped = plan(r#"{"destination": "/a", "source": "/a", "options": ["bind", "idmap"]}"#);
         assert_eq!(mapped, Err("mount /a: a VM cannot map the IDs of users".to_owned()));
+        for source in ["", r#""source": "","#] {
+            let text = format!(r#"{{"destination": "/a", {source} "options": ["bind"]}}"#);
+            let missing = "mount /a: `source` of the bind mount is missing".to_owned();
+            assert_eq!(plan(&text), Err(missing));
+        }
         let nfs = plan(r#"{"destination": "/a", "type": "nfs", "source": "host:/a"}"#);
         assert_eq!(nfs, Err("mount /a: a VM has no file system of type \"nfs\"".to_owned()));
     }

@@ -112,13 +112,21 @@ struct FoundRoute {
 /// # Errors
 /// There is none at the path, or it is the host's: the VM would take the host's network over.
 fn enter(namespace: &Path) -> Result<(), Failure> {
+    move_to(&open(namespace)?).file_error("enter the network namespace", namespace)
+}
+
+/// Opens a network namespace.
+///
+/// # Errors
+/// There is none at the path, or it is the host's.
+pub fn open(namespace: &Path) -> Result<File, Failure> {
     let opened = input::try_open(namespace);
     let file = opened.file_error("open the network namespace", namespace)?;
     let found = file.metadata().file_error("examine the network namespace", namespace)?;
     if is_of_host(&found, LinuxNamespaceType::Network) {
         return Err(refuse(OF_HOST));
     }
-    move_to(&file).file_error("enter the network namespace", namespace)
+    Ok(file)
 }
 
 /// Returns whether a namespace is that of this process, in which engines start it, or of the host's
@@ -151,7 +159,10 @@ pub fn current() -> Result<File, Failure> {
 }
 
 /// Moves this thread, and processes that it starts later, to a network namespace of its own.
-fn enter_own() -> Result<(), Failure> {
+///
+/// # Errors
+/// The host refuses it.
+pub fn enter_own() -> Result<(), Failure> {
     let made = unshare(CloneFlags::CLONE_NEWNET).map_err(std::io::Error::from);
     made.os_error("make a network namespace")
 }

@@ -23,8 +23,8 @@ const LOCK: &str = "lock";
 const STARTED: &str = "started";
 /// First letter of the folder of a container that is being removed, which no container's name has.
 const REMOVED: char = '~';
-/// Longest name of a container: it is that of a folder.
-const LONGEST: usize = 255;
+/// Longest name of a container: it is that of a folder (`NAME_MAX`), after [`REMOVED`], too.
+const LONGEST: usize = 254;
 
 /// The containers of an engine.
 #[derive(Debug)]
@@ -398,9 +398,14 @@ mod tests {
     #[test]
     fn names_are_those_of_folders() {
         let store = Store::new(Some(Path::new("/root")));
-        for wrong in ["", ".", "..", "a/b", "a b", &"x".repeat(256)] {
+        for wrong in ["", ".", "..", "a/b", "a b", &"x".repeat(LONGEST + 1)] {
             assert!(store.folder(wrong).is_err(), "{wrong}");
         }
+        let folder = tempfile::tempdir().unwrap();
+        let removing = Store::new(Some(folder.path()));
+        let longest = "x".repeat(LONGEST);
+        drop(removing.reserve(&longest).unwrap());
+        removing.remove(&longest).unwrap();
         assert_eq!(store.folder("a-B_0.+").unwrap(), Path::new("/root/a-B_0.+"));
     }
 }

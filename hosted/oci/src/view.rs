@@ -21,7 +21,7 @@ use rustix::process::{chdir, pivot_root};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Contents of the namespaces.
 #[derive(Debug)]
@@ -29,26 +29,26 @@ pub struct View {
     root: PathBuf,
     /// Bind mounts: place on the host, and path in the container.
     binds: Vec<(PathBuf, PathBuf)>,
-    /// Network namespace; `None`: that of the host, since the sandbox has the pod's.
+    /// Network namespace; `None`: a new one.
     network: Option<File>,
 }
 
 impl View {
     /// Returns the view of a container, whose file systems are mounted. The calling thread has
-    /// entered its network namespace.
+    /// entered its network namespace, except for a container in the VM of its sandbox.
     ///
     /// # Errors
-    /// That cannot be opened.
+    /// That cannot be opened, or is the host's.
     pub fn new(state: &ContainerRecord, bundle: &Bundle) -> Result<Self, Failure> {
         let shared = share::path(&state.vm_folder);
         let binds = bundle.mounts.iter().enumerate().filter(|(_, mount)| mount.is_bind());
         let binds = binds
             .map(|(index, mount)| (shared.join(share::bind_of(&state.id, index)), &mount.place));
-        let is_own = bundle.sandbox.is_none();
+        let is_member = bundle.sandbox.is_some();
         Ok(Self {
             root: shared.join(share::root_of(&state.id)),
             binds: binds.map(|(source, place)| (source, place.clone())).collect(),
-            network: is_own.then(network::current).transpose()?,
+            network: network_of(is_member, bundle.network.as_deref())?,
         })
     }
 
@@ -57,8 +57,10 @@ impl View {
     /// # Errors
     /// The host refuses it.
     pub fn enter(&self) -> Result<(), Failure> {
-        if let Some(namespace) = &self.network {
-            network::move_to(namespace).os_error("enter the network namespace of the container")?;
+        match &self.network {
+            Some(namespace) => network::move_to(namespace)
+                .os_error("enter the network namespace of the container")?,
+            None => network::enter_own()?,
         }
         self.change_root().os_error("make the mount namespace of the container")
     }
@@ -83,5 +85,26 @@ impl View {
             let _ = move_mount(copy.as_fd(), "", CWD, place, flags);
         }
         Ok(())
+    }
+}
+
+/// Returns the network namespace of the view; `None`: a new one.
+fn network_of(is_member: bool, stated: Option<&Path>) -> Result<Option<File>, Failure> {
+    match (is_member, stated) {
+        (false, _) => network::current().map(Some),
+        (true, stated) => stated.map(network::open).transpose(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_network_is_never_that_of_the_host() {
+        assert!(network_of(false, None).unwrap().is_some());
+        assert!(network_of(true, None).unwrap().is_none());
+        let refused = network_of(true, Some(Path::new("/proc/self/ns/net"))).unwrap_err();
+        assert_eq!(refused.message(), "a VM cannot have the host's network namespace");
     }
 }

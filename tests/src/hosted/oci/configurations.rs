@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::PathBuf;
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -73,7 +74,7 @@ pub fn accepted() -> Result<()> {
     let expected: Vec<&str> = expected.iter().flat_map(|it| it.split_whitespace()).collect();
     let commands = commands.join("\n");
     let script = format!(
-        "exec 2>/dev/null\n{commands}\ntrap 'echo signal; exit 7' 37\n\
+        "exec 2>/dev/null\n{commands}\ntrap 'echo resized' 28; trap 'echo signal; exit 7' 37\n\
          echo ready; while :; do sleep 0.1; done"
     );
     engine.bundle(NAME, &script, change)?;
@@ -114,6 +115,9 @@ pub fn accepted() -> Result<()> {
     fs::write(process, "{")?;
     engine.refused(&["exec", "--process", process, NAME], "EOF while parsing")?;
     entered(&engine)?;
+    // Without a terminal, and as the STOPSIGNAL of an image.
+    engine.succeed(&["kill", NAME, "WINCH"])?;
+    wait_for_line(&engine, "resized")?;
     engine.succeed(&["kill", NAME, "SIGRTMIN+3"])?;
     engine.wait_for(NAME, "stopped")?;
     wait_for_line(&engine, "signal")?;
@@ -134,9 +138,13 @@ fn entered(engine: &Engine) -> Result<()> {
     let inside = engine.succeed(&["exec", NAME, "cat", "/tmp/copied", "/volume/copied"])?;
     ensure!(inside == "copied\ncopied\n", "{inside}");
     ensure!(engine.path("volume/copied").exists(), "the volume has no copy");
-    let network = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).context("no namespace");
     ensure!(network(&carrier)? != network("self")?, "the carrier has the host's network");
     Ok(())
+}
+
+/// Returns the network namespace of a process.
+pub(super) fn network(pid: &str) -> Result<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/ns/net")).context("no namespace")
 }
 
 fn wait_for_line(engine: &Engine, line: &str) -> Result<String> {

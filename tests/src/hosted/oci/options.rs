@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::time::Instant;
 
@@ -69,6 +69,7 @@ pub fn like_runc() -> Result<()> {
     seen(&engine, "poststop", "stopped", 0)?;
     engine.nothing_left("o")?;
     devices(&engine)?;
+    hidden(&engine)?;
     not_started(&engine)?;
     refused(&engine)
 }
@@ -180,6 +181,21 @@ fn devices(engine: &Engine) -> Result<()> {
         engine.nothing_left(name)?;
     }
     Ok(())
+}
+
+/// An image without a file system at `/dev`, whose `/dev/null` leads to another file, shows that
+/// not in the place of hidden ones.
+fn hidden(engine: &Engine) -> Result<()> {
+    engine.bundle("hidden", "cat /proc/keys; [ -c /dev/null ] && echo device", |config| {
+        let mounts = config["mounts"].as_array_mut().expect("mounts");
+        mounts.retain(|it| it["destination"] != "/dev");
+    })?;
+    let devices = engine.path("hidden/rootfs/dev");
+    fs::create_dir_all(&devices)?;
+    symlink("/etc/message", devices.join("null")).context("cannot make a link")?;
+    let shown = engine.succeed(&["run", "--bundle", "hidden", "hidden"])?;
+    ensure!(shown == "device\n", "{shown}");
+    engine.nothing_left("hidden")
 }
 
 /// A container that was not started is deleted without `--force`.

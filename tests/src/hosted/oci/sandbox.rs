@@ -1,5 +1,6 @@
 //! A sandbox that is deleted before the containers in its VM, as engines do it after a crash.
 
+use super::configurations::network;
 use super::{Engine, no_mounts_below};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -69,9 +70,12 @@ fn not_executable(engine: &Engine) -> Result<()> {
 /// A container can have the PID namespace of another one, as `kubectl debug --target` demands.
 fn with_processes_of_another(engine: &Engine) -> Result<()> {
     const NAME: &str = "member-debugging";
-    let other = engine.state(RUNNING)?["pid"].to_string();
+    let [pod, other] =
+        [POD, RUNNING].map(|name| engine.state(name).map(|it| it["pid"].to_string()));
+    let (pod, other) = (pod?, other?);
     engine.bundle(NAME, "sleep 2000", |config| {
         member(config);
+        config["linux"]["namespaces"][1]["path"] = json!(format!("/proc/{pod}/ns/net"));
         let shared = json!({ "type": "pid", "path": format!("/proc/{other}/ns/pid") });
         config["linux"]["namespaces"][0] = shared;
     })?;
@@ -79,6 +83,11 @@ fn with_processes_of_another(engine: &Engine) -> Result<()> {
     engine.succeed(&["start", NAME])?;
     let first = engine.succeed(&["exec", NAME, "cat", "/proc/1/cmdline"])?;
     ensure!(first == "sleep\x001000\0", "the first process: {first:?}");
+    // Its carrier has the network of the pod, and that of a container without one a new one.
+    let own = engine.state(NAME)?["pid"].to_string();
+    let [own, pod, other, host] = [&*own, &*pod, &*other, "self"].map(network);
+    let (own, pod, other) = (own?, pod?, other?);
+    ensure!(own == pod && other != pod && other != host?, "{own:?} {pod:?} {other:?}");
     engine.succeed(&["delete", "--force", NAME]).map(drop)
 }
 
