@@ -14,6 +14,8 @@ sudo=sudo
 if [ "$(id -u)" = 0 ]; then
     sudo=
 fi
+# Containers have no package lists. A source that fails may not be needed.
+$sudo apt-get update -q >&2 || :
 $sudo apt-get install -q -y --no-install-recommends "$package" >&2 || exit 125
 parador doctor >&2 || exit 125
 exec parador exec --timeout 600s / -- "$@"

@@ -44,14 +44,18 @@ pub fn emulate(arguments: &[String]) -> Result<()> {
     build(&["host".to_owned()])?;
     let mut command = parador();
     command.args(["system", "emulate"]);
-    let (example, arguments) = match arguments {
-        [] => (Some(EXAMPLE), arguments),
-        [first, rest @ ..] if first == ARM64_GROUP => (Some(EXAMPLE_ARM64), rest),
-        _ => (None, arguments),
-    };
-    command.args(example);
+    let (file, options) = emulated(arguments);
     // exec, so that signals of the terminal reach `parador` only.
-    Err(command.args(arguments).exec()).context("cannot start parador")
+    Err(command.arg(file).args(options).exec()).context("cannot start parador")
+}
+
+/// Returns the description to emulate, by default that of an example, and the further arguments.
+fn emulated(arguments: &[String]) -> (&str, &[String]) {
+    match arguments {
+        [first, rest @ ..] if first == ARM64_GROUP => (EXAMPLE_ARM64, rest),
+        [first, rest @ ..] if !first.starts_with('-') => (first, rest),
+        _ => (EXAMPLE, arguments),
+    }
 }
 
 /// `cargo xtask run-hosted [ARGUMENT...]`: builds a pre-virtualized kernel, if none is kept, and
@@ -225,4 +229,22 @@ pub fn ci() -> Result<()> {
 /// `cargo xtask artifacts`: prints the directory of finished programs, for scripts.
 pub fn print_artifacts() {
     println!("{}", build::artifacts().display());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_follow_the_example() {
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        for (text, file, options) in [
+            ("", EXAMPLE, ""),
+            ("--timeout 5s", EXAMPLE, "--timeout 5s"),
+            ("arm64 --icount", EXAMPLE_ARM64, "--icount"),
+            ("a.toml --icount", "a.toml", "--icount"),
+        ] {
+            assert_eq!(emulated(&words(text)), (file, &words(options)[..]), "{text}");
+        }
+    }
 }

@@ -112,8 +112,8 @@ static void step_selectors(void)
 static void step_load_selector(void)
 {
 	/*
-	 * Of null selectors only 0: an interrupt of the host returns to user mode under a wedge, and
-	 * processors may clear null selectors then (SDM vol. 2A, IRET).
+	 * Of null selectors only 0: an interrupt of the host returns to user mode under a wedge,
+	 * and processors may clear null selectors then (SDM vol. 2A, IRET).
 	 */
 	static const u16 selectors[] = {
 		0, __KERNEL_DS, __KERNEL_DS + 1, __USER_DS, __KERNEL_CS, __USER_CS, __KERNEL_CS + 3, 0x78, 0x7b, 0xfff8, 4, 0x1000,

@@ -9,10 +9,11 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use hosted_command::failure::{self, Failure};
 use hosted_command::messages;
-use hosted_command::output;
+use hosted_command::streams;
 use hosted_command::supervise;
 use hosted_kbuild::afterburn;
 use parador_cli::{commands, foreign, version};
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -40,17 +41,14 @@ fn main() -> ExitCode {
             let value = std::error::Error::source(&error);
             if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
                 failure.print();
-                return ExitCode::from(if is_exec() { usage() } else { failure.code() });
+                return ExitCode::from(own_code(failure.code()));
             }
             if error.kind() == ErrorKind::DisplayVersion && version::is_long(supervise::arguments())
             {
-                let _ = output::print(version::long());
-                return ExitCode::SUCCESS;
+                return shown(streams::write_all(io::stdout(), version::long().as_bytes()));
             }
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-                // There is no fallback if the message cannot be printed.
-                let _ = error.print();
-                return ExitCode::SUCCESS;
+                return shown(error.print().and_then(|()| io::stdout().flush()));
             }
             if messages::is_json() {
                 let text = error.to_string();
@@ -61,7 +59,7 @@ fn main() -> ExitCode {
             } else {
                 let _ = error.print();
             }
-            return ExitCode::from(usage());
+            return ExitCode::from(own_code(failure::USAGE));
         }
     };
     exit_code(commands::run(arguments))
@@ -75,12 +73,24 @@ fn exit_code(result: Result<u8, Failure>) -> ExitCode {
     }))
 }
 
+/// Returns the exit code of a text that was asked for. A reader that needs no more is no failure.
+fn shown(written: io::Result<()>) -> ExitCode {
+    match written {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            let failure = Failure::os("write to standard output", &error);
+            failure.print();
+            ExitCode::from(own_code(failure.code()))
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
 /// Returns whether the arguments are those of `parador exec`.
 fn is_exec() -> bool {
     supervise::arguments().nth(1).is_some_and(|command| command == "exec")
 }
 
-/// Returns the exit code of wrong usage: `parador exec` leaves all others to its command.
-fn usage() -> u8 {
-    if is_exec() { hosted_exec::FAILED } else { failure::USAGE }
+/// Returns the exit code of a failure: `parador exec` leaves all others to its command.
+fn own_code(code: u8) -> u8 {
+    if is_exec() { hosted_exec::FAILED } else { code }
 }

@@ -90,7 +90,7 @@ Examples:
 Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`, `config`, `System.map`,
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
 of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
-($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 20 to 25 minutes on two CPUs. The newest
+($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes about 14 minutes on two idle CPUs. The newest
 three of each variant are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
         /// Also copy the result to this folder, which must be new, empty or such a copy.
@@ -274,8 +274,8 @@ pub fn cached() -> Result<Kernel, Failure> {
     let none = |place: String| {
         let text = format!("no kernel given, and no kernel of this parador version {place}");
         Failure::new(failure::MISSING_FILE, text).help(
-            "`parador kernel build` builds one in 20 to 25 minutes on two CPUs; or give a \
-             KERNEL",
+            "`parador kernel build` builds one in about 14 minutes on two idle CPUs; or give \
+             a KERNEL",
         )
     };
     let store = Store::existing()?.ok_or_else(|| none("in the cache".to_owned()))?;

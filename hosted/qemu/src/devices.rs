@@ -8,6 +8,7 @@ use crate::chardev::Chardevs;
 use crate::params::Params;
 use crate::refuse;
 use hosted_command::failure::Failure;
+use hosted_monitor::config::console::Target;
 use rustix::process::geteuid;
 use serde_json::{Map, Value, json};
 
@@ -68,7 +69,7 @@ pub struct Devices {
     /// Named ports.
     pub ports: Vec<Value>,
     /// Target of the virtio console.
-    pub console: Option<hosted_monitor::config::console::Target>,
+    pub console: Option<Target>,
     /// IDs of devices, and of drives.
     ids: Vec<String>,
     drive_ids: Vec<String>,
@@ -317,6 +318,12 @@ impl Devices {
             _ => return Err(refuse(format!("-device {text}: unknown device `{driver}`"))),
         }
         params.finish(IGNORED).map(|()| false)
+    }
+
+    /// Returns whether the virtio console or a port is on standard input and output.
+    pub fn use_stdio(&self) -> bool {
+        let stdio = json!(Target::Stdio);
+        self.console == Some(Target::Stdio) || self.ports.iter().any(|port| port["target"] == stdio)
     }
 
     /// Ends the options: adds the devices that need none of their own.

@@ -13,6 +13,7 @@ use hosted_monitor::config::vm::{BackendChoice, OnExit, VmConfig};
 use hosted_monitor::run;
 use proto::system::MAX_VCPUS;
 use serde_json::json;
+use std::path::Path;
 
 /// Reason for options on graphics.
 const GRAPHICS: &str = "VMs have no graphics: use -display none or -nographic";
@@ -40,8 +41,8 @@ const MACHINE_IGNORED: &[&str] = &[
 ];
 /// Parameters of `-accel` without effect.
 const ACCEL_IGNORED: &[&str] = &["kernel-irqchip", "one-insn-per-tb", "tb-size", "thread"];
-/// Parameters of `-smp` without effect.
-const SMP_IGNORED: &[&str] = &["maxcpus", "dies", "clusters"];
+/// Parameters of `-smp` whose product is the number of CPUs.
+const TOPOLOGY: [&str; 5] = ["sockets", "dies", "clusters", "cores", "threads"];
 /// Parameters of `-m` without effect: memory is not added later.
 const MEMORY_IGNORED: &[&str] = &["slots", "maxmem"];
 
@@ -53,7 +54,10 @@ struct Vm {
     chardevs: Chardevs,
     /// Values of `-serial`.
     serials: Vec<String>,
+    /// Accelerators of `-accel` options, which QEMU tries in their order.
     accelerators: Vec<String>,
+    /// Those of the last `-machine` or `-enable-kvm`: QEMU merges these options.
+    machine_accelerators: Vec<String>,
     has_defaults: bool,
     has_display: bool,
     is_nographic: bool,
@@ -100,8 +104,9 @@ impl Vm {
                 }
             }
             "display" | "vga" => return self.display(name, value),
-            "enable-kvm" => self.accelerators.push("kvm".to_owned()),
-            "initrd" => self.config.initrd = Some(value.into()),
+            "enable-kvm" => self.machine_accelerators = vec!["kvm".to_owned()],
+            // A file may have the name of a RAM disk that `parador` builds.
+            "initrd" => self.config.initrd = Some(Path::new(".").join(value)),
             "kernel" => self.config.kernel = Some(value.into()),
             "m" => self.config.memory = Some(Size(memory(value)?)),
             "machine" | "M" => return self.machine(value),
@@ -123,21 +128,12 @@ impl Vm {
         Ok(())
     }
 
-    /// Adds the accelerators of `-accel`, which QEMU tries in their order.
+    /// Adds the accelerators of `-accel`.
     fn accelerator(&mut self, text: &str) -> Result<(), Failure> {
         let mut params = Params::parse("-accel", Some("accel"), text)?;
-        let name = params.require("accel")?;
+        let names = accelerators(&params.require("accel")?)?;
         params.finish(ACCEL_IGNORED)?;
-        self.add_accelerators(&name)
-    }
-
-    fn add_accelerators(&mut self, names: &str) -> Result<(), Failure> {
-        for name in names.split(':') {
-            if !matches!(name, "kvm" | "tcg") {
-                return Err(refuse(format!("unknown accelerator `{name}`")).help("use kvm or tcg"));
-            }
-            self.accelerators.push(name.to_owned());
-        }
+        self.accelerators.extend(names);
         Ok(())
     }
 
@@ -152,7 +148,10 @@ impl Vm {
         }
         let names = params.take("accel");
         params.finish(MACHINE_IGNORED)?;
-        names.map_or(Ok(()), |names| self.add_accelerators(&names))
+        if let Some(names) = names {
+            self.machine_accelerators = accelerators(&names)?;
+        }
+        Ok(())
     }
 
     /// Handles `-display` and `-vga`: there are no graphics.
@@ -211,13 +210,14 @@ impl Vm {
                 _ => Err(refuse(format!("-smp {text}: `{key}` must be 1 or more"))),
             },
         };
-        let named = number("cpus")?;
+        // Without `cpus`, QEMU starts all CPUs of `maxcpus`.
+        let (cpus, most) = (number("cpus")?, number("maxcpus")?);
         let mut product = 1_u32;
-        for key in ["sockets", "cores", "threads"] {
+        for key in TOPOLOGY {
             product = product.saturating_mul(number(key)?.unwrap_or(1));
         }
-        params.finish(SMP_IGNORED)?;
-        let count = named.unwrap_or(product);
+        params.finish(&[])?;
+        let count = cpus.or(most).unwrap_or(product);
         if count > MAX_VCPUS as u32 {
             self.ignored.push(format!("-smp above {MAX_VCPUS}"));
         }
@@ -249,10 +249,9 @@ impl Vm {
             let text = "no -kernel: VMs have no firmware that boots from a disk";
             return Err(Failure::new(failure::UNAVAILABLE, text));
         }
-        let is_used = |devices: &Devices| devices.console == Some(Target::Stdio);
         let has_serial = !self.serials.is_empty();
         let mut serial = self.serial()?;
-        if !has_serial && is_used(&self.devices) {
+        if !has_serial && self.devices.use_stdio() {
             serial = Target::Null;
         }
         self.devices.finish()?;
@@ -269,8 +268,9 @@ impl Vm {
         self.config.serial = Some(serial);
         self.config.console = console.map(|target| Virtio { target: Some(target), kernel: false });
         self.config.on_reset = self.config.on_reset.or(Some(OnExit::Reset));
-        let wants_kvm =
-            self.accelerators.is_empty() || self.accelerators.iter().any(|a| a == "kvm");
+        let mut accelerators =
+            self.accelerators.iter().chain(&self.machine_accelerators).peekable();
+        let wants_kvm = accelerators.peek().is_none() || accelerators.any(|name| name == "kvm");
         self.config.backend =
             Some(if wants_kvm { BackendChoice::Auto } else { BackendChoice::Process });
         let mut ignored: Vec<String> = Vec::new();
@@ -281,6 +281,15 @@ impl Vm {
         }
         Ok((Config { vm: self.config, ..lists }, ignored))
     }
+}
+
+/// Parses a list of accelerators.
+fn accelerators(names: &str) -> Result<Vec<String>, Failure> {
+    let check = |name: &str| match name {
+        "kvm" | "tcg" => Ok(name.to_owned()),
+        _ => Err(refuse(format!("unknown accelerator `{name}`")).help("use kvm or tcg")),
+    };
+    names.split(':').map(check).collect()
 }
 
 /// Parses the value of `-m`: bytes. A number without a unit is in MiB.

@@ -7,20 +7,27 @@
 /// Path of the program in the guest.
 pub const NAME: &str = "sbin/machine-exit";
 
-/// `machine-exit CODE`: writes CODE to port 0x501, the debug exit port of `vmm_machine::layout`
-/// (and the default of QEMU's device). Returns 1 if the VM continues.
+/// `machine-exit CODE`: writes CODE, decimal digits up to 63, to port 0x501, the debug exit port of
+/// `vmm_machine::layout` (and the default of QEMU's device). Returns 1 if the VM continues, or
+/// for another CODE, whose low bits could report success.
 #[rustfmt::skip]
-const CODE: [u8; 123] = [
+const CODE: [u8; 139] = [
     0x48, 0x8b, 0x74, 0x24, 0x10,   //    mov    rsi, [rsp + 16]      argv[1]
     0x31, 0xdb,                     //    xor    ebx, ebx
+    0x48, 0x85, 0xf6,               //    test   rsi, rsi
+    0x74, 0x69,                     //    je     5f
     0x0f, 0xb6, 0x06,               // 1: movzx  eax, byte ptr [rsi]  decimal digits
     0x83, 0xe8, 0x30,               //    sub    eax, '0'
-    0x72, 0x0a,                     //    jb     2f
+    0x83, 0xf8, 0x09,               //    cmp    eax, 9
+    0x77, 0x5e,                     //    ja     5f
     0x6b, 0xdb, 0x0a,               //    imul   ebx, ebx, 10
     0x01, 0xc3,                     //    add    ebx, eax
+    0x83, 0xfb, 0x3f,               //    cmp    ebx, 63
+    0x77, 0x54,                     //    ja     5f
     0x48, 0xff, 0xc6,               //    inc    rsi
-    0xeb, 0xee,                     //    jmp    1b
-    0xb8, 0xad, 0x00, 0x00, 0x00,   // 2: mov    eax, 173             ioperm(
+    0x80, 0x3e, 0x00,               //    cmp    byte ptr [rsi], 0
+    0x75, 0xe3,                     //    jne    1b
+    0xb8, 0xad, 0x00, 0x00, 0x00,   //    mov    eax, 173             ioperm(
     0xbf, 0x01, 0x05, 0x00, 0x00,   //    mov    edi, 0x501             from,
     0xbe, 0x01, 0x00, 0x00, 0x00,   //    mov    esi, 1                 number,
     0xba, 0x01, 0x00, 0x00, 0x00,   //    mov    edx, 1                 on)
@@ -43,7 +50,7 @@ const CODE: [u8; 123] = [
     0x41, 0x5a,                     //    pop    r10                    at)
     0xb8, 0x12, 0x00, 0x00, 0x00,   //    mov    eax, 18
     0x0f, 0x05,                     //    syscall
-    0xb8, 0x3c, 0x00, 0x00, 0x00,   //    mov    eax, 60              exit(
+    0xb8, 0x3c, 0x00, 0x00, 0x00,   // 5: mov    eax, 60              exit(
     0xbf, 0x01, 0x00, 0x00, 0x00,   //    mov    edi, 1                 1)
     0x0f, 0x05,                     //    syscall
     b'/', b'd', b'e', b'v', b'/', b'p', b'o', b'r', b't', 0, // 4:
@@ -89,6 +96,7 @@ pub fn program() -> Vec<u8> {
 mod tests {
     use super::*;
     use hosted_command::fetch::is_static_program;
+    use std::process::Command;
     use vmm_machine::layout::DEBUG_EXIT;
 
     #[test]
@@ -106,6 +114,32 @@ mod tests {
             let [low, high] = DEBUG_EXIT.to_le_bytes();
             let load = [instruction, low, high, 0, 0];
             assert_eq!(CODE.windows(5).filter(|bytes| *bytes == load).count(), 1);
+        }
+    }
+
+    #[test]
+    fn it_takes_codes_of_guests_only() {
+        // The copy returns the code in place of a write to the port, which the host has, too:
+        // mov eax, 60; mov edi, ebx; syscall.
+        const IOPERM: [u8; 5] = [0xb8, 0xad, 0, 0, 0];
+        const EXIT: [u8; 9] = [0xb8, 0x3c, 0, 0, 0, 0x89, 0xdf, 0x0f, 0x05];
+        let mut copy = program();
+        let place = copy.windows(IOPERM.len()).position(|bytes| bytes == IOPERM).unwrap();
+        copy[place..place + EXIT.len()].copy_from_slice(&EXIT);
+        let folder = tempfile::tempdir().unwrap();
+        let [bytes, file] = ["bytes", "machine-exit"].map(|name| folder.path().join(name));
+        std::fs::write(&bytes, copy).unwrap();
+        // Another process writes the program: a descriptor for writing that a test beside this one
+        // inherits into a process of its own would keep it from being executed.
+        let install = Command::new("install").args(["-m", "755"]).arg(&bytes).arg(&file).status();
+        assert!(install.unwrap().success());
+        let code = |words: &[&str]| Command::new(&file).args(words).status().unwrap().code();
+        for (word, expected) in [("0", 0), ("7", 7), ("042", 42), ("63", 63)] {
+            assert_eq!(code(&[word]), Some(expected), "{word}");
+        }
+        assert_eq!(code(&[]), Some(1));
+        for wrong in ["", "-1", "64", "256", "4294967296", "0x7", "7 ", "7:", "a"] {
+            assert_eq!(code(&[wrong]), Some(1), "{wrong}");
         }
     }
 }

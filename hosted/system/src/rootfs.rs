@@ -14,7 +14,7 @@ use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::input;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
-use hosted_command::messages;
+use hosted_command::messages::{self, Level};
 use hosted_command::output_folder::OutputFolder;
 use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::steps::{Step, Steps};
@@ -179,15 +179,18 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let output = OutputFolder::resolve(&options.output)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
-    let kernel = KernelFile::find(None).ok();
-    let modules = modules(options, kernel.as_ref(), caller)?;
-    let record = record(options, key.as_deref());
+    let kernel = KernelFile::find(None);
+    let modules = modules(options, kernel.as_ref().ok(), caller)?;
+    let record = record(options, key.as_deref(), modules.as_deref());
     if is_there(&output, options, &record)? {
         let shown = options.output.display();
         messages::to_stderr(format_args!("parador: {shown} already exists\n"));
         return Ok(());
     }
     check_host(options.arch)?;
+    if wants_default_modules(options) && modules.is_none() {
+        warn_of_no_modules(kernel.as_ref());
+    }
     let archives = archives()?;
 
     let parent = output.parent();
@@ -253,14 +256,20 @@ fn security_mirror(options: &Options) -> Result<Option<String>, Failure> {
     }
 }
 
-/// Returns all inputs of the result, as text.
-fn record(options: &Options, key: Option<&str>) -> String {
+/// Returns all inputs of the result, as text; `modules` is that of [`modules`].
+fn record(options: &Options, key: Option<&str>, modules: Option<&Path>) -> String {
     let Options { size, include, suite, mirror, .. } = options;
     let mut include = include.clone();
     include.sort();
     include.dedup();
     let security = options.security_mirror.as_deref();
-    let modules = options.modules.as_deref().map(Path::display);
+    // A named folder stands for its contents; of the default kernel the release does.
+    let modules = match &options.modules {
+        Some(folder) => Some(format!("modules {}\n", folder.display())),
+        None => modules
+            .and_then(Path::file_name)
+            .map(|release| format!("modules of the kernel {}\n", release.display())),
+    };
     format!(
         "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}{}{}include {}\nkey {}\n",
         match options.arch {
@@ -268,7 +277,7 @@ fn record(options: &Options, key: Option<&str>) -> String {
             Architecture::Arm64 => "architecture arm64\n",
         },
         security.map(|url| format!("security mirror {url}\n")).unwrap_or_default(),
-        modules.map(|path| format!("modules {path}\n")).unwrap_or_default(),
+        modules.unwrap_or_default(),
         include.join(","),
         key.unwrap_or("made here").trim(),
     )
@@ -360,7 +369,7 @@ fn modules(
     caller: Option<u32>,
 ) -> Result<Option<PathBuf>, Failure> {
     match options.modules.as_deref() {
-        None if options.arch != Architecture::X86 => Ok(None),
+        None if !wants_default_modules(options) => Ok(None),
         None => Ok(kernel.and_then(KernelFile::modules)),
         Some(path) if path == Path::new(NO_MODULES) => Ok(None),
         Some(path) if path.is_dir() => Ok(Some(trust::check_for(path, caller)?.join("."))),
@@ -372,6 +381,27 @@ fn modules(
             ))
         }
     }
+}
+
+/// Returns whether the disk gets the modules of the kernel that a VM boots by default, which is one
+/// for x86.
+fn wants_default_modules(options: &Options) -> bool {
+    options.modules.is_none() && options.arch == Architecture::X86
+}
+
+/// Warns that the disk gets no modules for the kernel that a VM boots by default. With sudo(8) the
+/// user's cache, which may have the kernel, is not that of root.
+fn warn_of_no_modules(kernel: Result<&KernelFile, &Failure>) {
+    let reason = match kernel {
+        Ok(kernel) => format!("{} has none", kernel.path.display()),
+        Err(failure) => failure.message().into_owned(),
+    };
+    let text = format!(
+        "the disk gets no modules for the kernel of `parador run`: {reason}; with the FOLDER of \
+         the kernel in `parador kernel list`, use `--modules FOLDER/modules/lib/modules`, or \
+         `--modules none`"
+    );
+    messages::say(Level::Warn, &text);
 }
 
 /// Inputs of a disk.

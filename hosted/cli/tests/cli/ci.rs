@@ -60,5 +60,15 @@ fn the_code_of_a_job_tells_its_command_from_parador() {
         assert_eq!(code(&output), expected, "{}", errors(&output));
     }
     let folder = folder(parador, "exit 0");
-    assert_eq!(code(&run(&folder, "sh", JOB, &["missing/parador.deb", "true"])), 125);
+    for wrong in [&["missing/parador.deb", "true"][..], &[]] {
+        assert_eq!(code(&run(&folder, "sh", JOB, wrong)), 125, "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_job_needs_no_package_lists() {
+    let apt = "case $1 in update) >lists ;; install) [ -e lists ] ;; esac";
+    let folder = folder("[ $1 = doctor ] || exit 7", apt);
+    let output = run(&folder, "sh", JOB, &["parador.deb", "true"]);
+    assert_eq!(code(&output), 7, "{}", errors(&output));
 }

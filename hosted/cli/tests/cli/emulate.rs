@@ -81,7 +81,7 @@ fn arguments_of_qemu() {
         "-nodefaults -no-user-config -display none -no-reboot ",
         "-icount shift=0,sleep=off ",
         "-chardev stdio,id=console,signal=off -serial chardev:console ",
-        "-chardev file,id=log,path=a,,b.log -serial chardev:log ",
+        "-chardev file,id=log,path=./a,,b.log -serial chardev:log ",
         "-device isa-debug-exit,iobase=0xf4,iosize=4 ",
         "-append log=com2 panic=debug-exit -kernel image/kernel.elf -initrd image/bundle -gdb tcp::1 ",
     ] {

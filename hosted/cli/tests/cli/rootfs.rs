@@ -26,6 +26,9 @@ esac";
 const KEYGEN: &str =
     "for file; do :; done; echo private >\"$file\"; echo ssh-ed25519 >\"$file.pub\"";
 
+/// Part of the warning about them.
+const NO_MODULES: &str = "the disk gets no modules for the kernel of `parador run`";
+
 fn folder(unshare: &str) -> Folder {
     let folder = Folder::new("");
     for name in ["debootstrap", "mke2fs", "chroot"] {
@@ -67,6 +70,8 @@ fn a_disk_is_made_once() {
     let output = command.env("DEBOOTSTRAP_DIR", "/nowhere").output().unwrap();
     assert_eq!(code(&output), 0, "{}", errors(&output));
     assert!(errors(&output).contains("debootstrap: the mirror is old"), "{}", errors(&output));
+    // The cache has no kernel.
+    assert!(errors(&output).contains(NO_MODULES), "{}", errors(&output));
     let debootstrap = String::from_utf8(folder.read("arguments")).unwrap();
     let keys = "--force-check-gpg --keyring /usr/share/keyrings/debian-archive-keyring.gpg";
     assert!(debootstrap.contains(keys), "{debootstrap}");
@@ -88,7 +93,9 @@ fn a_disk_is_made_once() {
     assert!(errors(&output).contains("--force"), "{}", errors(&output));
     assert_eq!(folder.read("called"), b"debootstrap\nsh\nmke2fs\n");
 
-    assert_eq!(code(&rootfs(&folder, &["--force"]).output().unwrap()), 0);
+    let output = rootfs(&folder, &["--force", "--modules", "none"]).output().unwrap();
+    assert_eq!(code(&output), 0);
+    assert!(!errors(&output).contains(NO_MODULES), "{}", errors(&output));
     assert_eq!(folder.list("made"), ["debian"]);
 }
 

@@ -141,6 +141,11 @@ fn what_file_and_options_say_together() {
     folder.write("merged.toml", merged.as_bytes());
     assert_eq!(dump(&["--config", "merged.toml"]), merged);
     assert_eq!(dump(&["other"]), "[vm]\nkernel = \"other\"\n");
+    folder.write("reset.toml", b"[vm]\non-reset = \"reset\"\n");
+    let exits = "[vm]\non-reset = \"exit\"\n";
+    assert_eq!(dump(&["--config", "reset.toml", "--no-reboot"]), exits);
+    folder.write("both.toml", b"[vm]\non-reset = \"reset\"\nno-reboot = true\n");
+    refused(&folder, &["--config", "both.toml"], 65, "conflicts with `on-reset`");
 }
 
 #[test]
@@ -203,6 +208,25 @@ fn doctor() {
     closed.stdout(File::options().write(true).open("/dev/full").unwrap());
     let output = closed.output().unwrap();
     assert_eq!(code(&output), 71, "{}", errors(&output));
+}
+
+/// Texts are written, or the exit code states the failure.
+#[test]
+fn texts_on_a_full_disk() {
+    let folder = Folder::new("");
+    for (words, expected) in
+        [(&["--version"][..], 71), (&["-V"], 71), (&["run", "--help"], 71), (&["exec", "-h"], 125)]
+    {
+        let mut full = folder.parador(words);
+        full.stdout(File::options().write(true).open("/dev/full").unwrap());
+        let output = full.output().unwrap();
+        assert_eq!(code(&output), expected, "{words:?}: {}", errors(&output));
+        assert!(errors(&output).contains("cannot write to standard output"), "{words:?}");
+        // The reader needs no more.
+        let mut unread = folder.parador(words);
+        unread.stdout(std::io::pipe().unwrap().1);
+        assert_eq!(code(&unread.output().unwrap()), 0, "{words:?}");
+    }
 }
 
 /// Processes of a VM are `parador`, started by `parador` with a parent-death signal.

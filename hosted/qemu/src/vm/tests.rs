@@ -1,4 +1,5 @@
 use super::*;
+use hosted_monitor::config::BuiltInitrd;
 use std::ffi::OsString;
 
 fn parse(words: &[&str]) -> Result<(Config, Vec<String>), Failure> {
@@ -227,6 +228,10 @@ fn processors_and_memory() {
     assert_eq!(cpus("cpus=3,sockets=1,maxcpus=8"), Some(3));
     assert_eq!(cpus("sockets=2,cores=2,threads=1"), Some(4));
     assert_eq!(cpus("64"), Some(8));
+    // As QEMU 7.2, hw/core/machine-smp.c.
+    assert_eq!(cpus("maxcpus=4"), Some(4));
+    assert_eq!(cpus("sockets=2,maxcpus=8"), Some(8));
+    assert_eq!(cpus("sockets=1,dies=2,cores=2"), Some(4));
     for (text, bytes) in
         [("2048", 2 << 30), ("size=1g,slots=2,maxmem=4G", 1 << 30), ("1048576K", 1 << 30)]
     {
@@ -263,6 +268,29 @@ fn interactive_consoles() {
     assert_eq!(config.vm.serial, Some(Target::Stdio));
     assert_eq!(ignored, ["-echr 1", "-device virtio-serial-pci", "-mon chardev=console"]);
     config.validate(true).map(drop).unwrap();
+}
+
+#[test]
+fn a_port_on_standard_output_replaces_the_serial_line() {
+    let port = ["-chardev", "stdio,id=p", "-device", "virtserialport,chardev=p,name=p"];
+    let words = [&["-kernel", "k", "-nic", "none"], &port[..]].concat();
+    let config = config(&words);
+    assert_eq!(config.vm.serial, Some(Target::Null));
+    config.validate(true).map(drop).unwrap();
+}
+
+#[test]
+fn a_ram_disk_is_a_file() {
+    let initrd = |path: &str| {
+        let words = ["-kernel", "k", "-nodefaults", "-initrd", path];
+        config(&words).vm.initrd.unwrap()
+    };
+    for name in ["busybox", "agent"] {
+        let path = initrd(name);
+        assert_eq!(path, Path::new(".").join(name));
+        assert!(BuiltInitrd::of(&path).is_none());
+    }
+    assert_eq!(initrd("/i"), Path::new("/i"));
 }
 
 #[test]
@@ -341,4 +369,10 @@ fn accelerators() {
         BackendChoice::Process
     );
     assert_eq!(backend(&["--enable-kvm", "-cpu", "host"]), BackendChoice::Auto);
+    // The last one counts.
+    let (kvm, tcg) = ("accel=kvm", "accel=tcg");
+    assert_eq!(backend(&["-machine", kvm, "-machine", tcg]), BackendChoice::Process);
+    assert_eq!(backend(&["-machine", tcg, "-M", "q35,accel=kvm"]), BackendChoice::Auto);
+    assert_eq!(backend(&["-enable-kvm", "-machine", tcg]), BackendChoice::Process);
+    assert_eq!(backend(&["-machine", tcg, "-enable-kvm"]), BackendChoice::Auto);
 }

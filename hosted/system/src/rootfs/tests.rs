@@ -62,7 +62,7 @@ fn what_is_there_is_kept() {
         let output = OutputFolder::resolve(&options.output).unwrap();
         super::is_there(&output, options, record)
     };
-    let record = record(&options, None);
+    let record = record(&options, None, None);
     assert!(!is_there(&options, &record).unwrap());
     fs::create_dir(&options.output).unwrap();
     assert!(!is_there(&options, &record).unwrap());
@@ -72,12 +72,17 @@ fn what_is_there_is_kept() {
     }
     assert!(is_there(&options, &record).unwrap());
     options.include.reverse();
-    assert_eq!(super::record(&options, None), record);
+    assert_eq!(super::record(&options, None, None), record);
+    // The kernel of `parador run` has become another one.
+    let modules = Path::new("modules/6.1.192-parador");
+    let with_modules = super::record(&options, None, Some(modules));
+    assert!(with_modules.contains("modules of the kernel 6.1.192-parador\n"), "{with_modules}");
+    assert!(is_there(&options, &with_modules).is_err());
     options.arch = Architecture::Arm64;
-    assert!(is_there(&options, &super::record(&options, None)).is_err());
+    assert!(is_there(&options, &super::record(&options, None, None)).is_err());
     options.arch = Architecture::X86;
     options.size = Size(2 << 30);
-    let other = super::record(&options, None);
+    let other = super::record(&options, None, None);
     assert!(is_there(&options, &other).is_err());
     options.force = true;
     assert!(!is_there(&options, &other).unwrap());
