@@ -105,8 +105,12 @@ impl Vm {
             }
             "display" | "vga" => return self.display(name, value),
             "enable-kvm" => self.machine_accelerators = vec!["kvm".to_owned()],
-            // A file may have the name of a RAM disk that `parador` builds.
-            "initrd" => self.config.initrd = Some(Path::new(".").join(value)),
+            "initrd" => {
+                // A file may have the name of a RAM disk that `parador` builds.
+                let is_file = Path::new(value).exists();
+                let folder = if is_file { Path::new(".") } else { Path::new("") };
+                self.config.initrd = Some(folder.join(value));
+            }
             "kernel" => self.config.kernel = Some(value.into()),
             "m" => self.config.memory = Some(Size(memory(value)?)),
             "machine" | "M" => return self.machine(value),
