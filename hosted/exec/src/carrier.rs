@@ -52,25 +52,11 @@ impl Carrier {
     /// Its streams are those of this process, or this process' terminal.
     ///
     /// # Errors
-    /// The VM ends, or no agent answers in time.
+    /// The VM ends, or no agent answers in time; `deadline` has passed: 124.
     pub fn connect(
         vm: &mut AgentVm,
         limit: AgentTimeout,
-        forwarded: &[i32],
-        has_terminal: bool,
-        set_up: Option<&AgentRequest<'_>>,
-    ) -> Result<Connected, Failure> {
-        Self::connect_by(None, vm, limit, forwarded, has_terminal, set_up)
-    }
-
-    /// Connects, as [`Self::connect`] does, until `deadline`.
-    ///
-    /// # Errors
-    /// Those of [`Self::connect`]; the deadline has passed: 124.
-    pub fn connect_by(
         deadline: Option<Instant>,
-        vm: &mut AgentVm,
-        limit: AgentTimeout,
         forwarded: &[i32],
         has_terminal: bool,
         set_up: Option<&AgentRequest<'_>>,
@@ -381,7 +367,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut vm = AgentVm::attach(folder.path().to_owned());
         let limit = AgentTimeout::default();
-        let connected = Carrier::connect_by(past(), &mut vm, limit, &[], false, None);
+        let connected = Carrier::connect(&mut vm, limit, past(), &[], false, None);
         assert_eq!(connected.err().map(|failure| failure.code()), Some(failure::TIMEOUT));
     }
 

@@ -227,8 +227,7 @@ fn carry(
     let has_terminal = are_terminals([stdin(), stdout(), stderr()]);
     let set_up = AgentRequest::Configure(guest);
     let forwarded = interrupt::heeded(&FORWARDED);
-    let connected =
-        Carrier::connect_by(deadline, vm, limit, &forwarded, has_terminal, Some(&set_up))?;
+    let connected = Carrier::connect(vm, limit, deadline, &forwarded, has_terminal, Some(&set_up))?;
     let carrier = match connected {
         Ok(carrier) => carrier,
         Err(code) => return Ok(code),

@@ -380,7 +380,7 @@ impl Container {
         let has_terminal = bundle.process.terminal().unwrap_or_default();
         let set_up = is_own.then_some(&set_up);
         let connected =
-            Carrier::connect(vm, bundle.agent_timeout, &forwarded(), has_terminal, set_up)?;
+            Carrier::connect(vm, bundle.agent_timeout, None, &forwarded(), has_terminal, set_up)?;
         let carrier = connected
             .map_err(|code| refuse(format!("a signal has ended the carrier (exit code {code})")))?;
         if let Some(network) = found {
@@ -561,7 +561,7 @@ fn enter(
     let mut vm = AgentVm::attach(state.vm_folder.clone());
     let has_terminal = process.terminal().unwrap_or_default();
     let connected =
-        Carrier::connect(&mut vm, bundle.agent_timeout, &forwarded(), has_terminal, None)?;
+        Carrier::connect(&mut vm, bundle.agent_timeout, None, &forwarded(), has_terminal, None)?;
     let carrier =
         connected.map_err(|code| refuse(format!("a signal has ended the carrier ({code})")))?;
     let message = ProcessMessage::new(process, &bundle.process, &bundle.linux)?;

@@ -358,7 +358,19 @@ impl Sessions {
             let to = (place, bar.number.into());
             add_bar(child, &function, bar, window, to, rights::READ | rights::WRITE)?;
         }
+        self.enable_function(number, child, resources, (&function, &bars))?;
+        native_rt::info!("server drives PCI function {}", function.address);
+        Ok(function)
+    }
 
+    /// Gives a server the interrupt of a function, which has registers `bars`, and enables it.
+    fn enable_function(
+        &mut self,
+        number: usize,
+        child: &mut Child,
+        resources: &mut Resources<'_>,
+        (function, bars): (&Function<'_>, &[Bar]),
+    ) -> Result<(), StartError> {
         if let Some(line) = function.line() {
             let interrupt = (line.interrupt, trigger(line.is_level));
             child.add_interrupt(resources, interrupt, slot::DEVICE).map_err(of_line)?;
@@ -371,12 +383,11 @@ impl Sessions {
                 message = remapped.map_err(|NoRoom| StartError::Memory)?;
             }
             let (address, data) = message;
-            if !function.enable(&bars, address, data as u32) {
+            if !function.enable(bars, address, data as u32) {
                 return Err(StartError::Device);
             }
         }
-        native_rt::info!("server drives PCI function {}", function.address);
-        Ok(function)
+        Ok(())
     }
 
     /// Maps a server's DMA memory, which outlives it.

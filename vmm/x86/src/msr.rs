@@ -211,6 +211,11 @@ fn are_types(value: u64, types: u8) -> bool {
     value.to_le_bytes().iter().all(|&kind| is_type(kind, types))
 }
 
+/// Returns whether a register holds an address, which must be canonical (APM vol. 2, 5.3.1).
+fn is_address(msr: u32) -> bool {
+    matches!(msr, LSTAR | CSTAR | KERNEL_GS_BASE | SYSENTER_ESP | SYSENTER_EIP)
+}
+
 /// Maps registers that the back end holds.
 fn held(msr: u32) -> Option<Reg> {
     Some(match msr {
@@ -271,11 +276,6 @@ impl Cpu {
         let done = match msr {
             EFER => write_efer(vcpu, platform, value),
             PAT if !are_types(value, TYPES | TYPE_UC_MINUS) => None,
-            LSTAR | CSTAR | KERNEL_GS_BASE | SYSENTER_ESP | SYSENTER_EIP
-                if !is_canonical(value) =>
-            {
-                None
-            }
             TSC => {
                 let offset = value.wrapping_sub(platform.counter());
                 self.set_tsc_offset(vcpu, platform, offset);
@@ -307,6 +307,7 @@ impl Cpu {
                 write_wall_clock(platform, value)
             }
             _ => match held(msr) {
+                Some(_) if is_address(msr) && !is_canonical(value) => None,
                 Some(register) => {
                     vcpu.set(register, value);
                     Some(())
