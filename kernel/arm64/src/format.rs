@@ -121,13 +121,6 @@ impl Format for TaskTables {
     }
 }
 
-/// Returns whether tables still exist: those that a space had in generation `entered`, if it is in
-/// generation `current` now and its destruction has begun or not.
-#[inline(always)]
-pub const fn are_tables_current(entered: u64, current: u64, is_dying: bool) -> bool {
-    entered == current && !is_dying
-}
-
 /// Returns whether the kernel would run with VHE.
 #[cfg(not(any(test, target_os = "none")))]
 pub const fn has_vhe() -> bool {
@@ -282,13 +275,6 @@ mod tests {
         assert_eq!(Stage1::leaf(0x1000, code, 0), 0x0040_0000_0000_1783);
         let device = Access { execute: false, write: true, device: true, ..code };
         assert_eq!(Stage1::leaf(0x900_0000, device, 0), 0x0060_0000_0900_0407);
-    }
-
-    #[test]
-    fn tables_of_another_generation_or_of_a_dying_space_may_be_freed() {
-        let cases = [(3, 3, false), (3, 4, false), (3, 3, true)];
-        let current = cases.map(|(entered, now, dying)| are_tables_current(entered, now, dying));
-        assert_eq!(current, [true, false, false]);
     }
 
     #[test]
