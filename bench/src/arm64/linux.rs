@@ -16,8 +16,8 @@ const PROGRAM: &str = "vbench";
 const OTHER_MEMORY: &str = "272";
 /// Rows that make up the score if they differ by less than [`NOISE`] between the two bare machines;
 /// with another kernel of Debian one or two may not. Switches between processes with little memory,
-/// pipes, `fork` alone, `mprotect` and huge pages differ by 0.3 to 4 %: which lines of a cache or of
-/// a table two objects share depends on their places.
+/// pipes, `fork` alone, `mprotect` and huge pages differ by 0.3 to 4 %: which lines of a cache or
+/// of a table two objects share depends on places.
 const ROWS: [&str; 9] = [
     "compute",
     "nullsys",
