@@ -16,6 +16,7 @@ use vmm_vcpu::MAX_VCPUS;
 
 use crate::device::output::{ConsoleOutput, OutputState};
 use crate::isolation::user_thread;
+use crate::linux::poll::{READABLE, WRITABLE, wait};
 use crate::linux::signals::{KICK, TIMER};
 use crate::mmu::ram::Ram;
 use crate::report::{HOST, INTERNAL, warn};
@@ -24,8 +25,6 @@ use crate::state::setup::{self, Kind};
 use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, vcpus};
 use crate::{balloon, children, debug, disk, kick, net, processes};
 
-const READABLE: u16 = linux::POLLIN as u16;
-const WRITABLE: u16 = linux::POLLOUT as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed
 /// fork.
 const EXIT_TRIES: u32 = 20;
@@ -467,23 +466,6 @@ impl DeviceServer {
         }
         self.flush();
         found
-    }
-}
-
-/// Waits until one of the descriptors has its event of poll(2), for `most` milliseconds at most;
-/// returns which have.
-fn wait<const COUNT: usize>(descriptors: [Option<(u32, u16)>; COUNT], most: u64) -> [bool; COUNT] {
-    // `struct pollfd`; poll(2) ignores negative descriptors.
-    let entry = |wanted: Option<(u32, u16)>| {
-        let (fd, event) = wanted.unwrap_or((u32::MAX, 0));
-        u64::from(fd) | u64::from(event) << 32
-    };
-    let mut entries = descriptors.map(entry);
-    let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, most, 0, 0, 0];
-    // SAFETY: the kernel writes the results to the entries.
-    match unsafe { sys::call(linux::__NR_poll, arguments) } {
-        Ok(1..) => entries.map(|entry| entry >> 48 != 0),
-        _ => [false; COUNT],
     }
 }
 

@@ -3,7 +3,7 @@
 
 use host_linux::sys::{self, Errno};
 
-use crate::device::{WRITABLE, wait};
+use crate::linux::poll::{WRITABLE, wait};
 use crate::state::shared::{ByteRing, RING};
 
 /// Largest number of bytes that are printed at once. A pipe that poll(2) reports as writable takes

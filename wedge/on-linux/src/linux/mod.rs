@@ -1,3 +1,4 @@
 //! Interface of the host kernel.
 
+pub mod poll;
 pub mod signals;
