@@ -1,6 +1,6 @@
 //! Carrier of a command or of a container's process: its streams or terminal, signals, and its end.
 
-use crate::connection::{ControlConnection, check_time, time_limit};
+use crate::connection::{ControlConnection, check_time, time_left, time_limit};
 use crate::patience::{AgentDeadline, AgentTimeout};
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -136,7 +136,7 @@ impl Carrier {
         }
         forward(signals, &control.stream, size)?;
         let end = end_of(&control)?;
-        match end.recv_timeout(time_until(deadline)) {
+        match end.recv_timeout(time_left(deadline, FOREVER)) {
             Ok(Ok(Some(carried))) => finish(&outputs, deadline).map(|()| carried),
             Err(RecvTimeoutError::Timeout) => Err(time_limit()),
             // The streams may stay open: this process ends with its failure.
@@ -152,17 +152,12 @@ impl Carrier {
     }
 }
 
-/// Returns the rest of the time, [`FOREVER`] without a deadline.
-fn time_until(deadline: Option<Instant>) -> Duration {
-    deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()))
-}
-
 /// Waits until all output is written: each thread has sent its result, or has panicked, which was
 /// reported.
 fn finish(outputs: &Receiver<Option<io::Error>>, deadline: Option<Instant>) -> Result<(), Failure> {
     let mut first = None;
     loop {
-        match outputs.recv_timeout(time_until(deadline)) {
+        match outputs.recv_timeout(time_left(deadline, FOREVER)) {
             Ok(error) => first = first.or(error),
             Err(RecvTimeoutError::Disconnected) => break,
             // Its reader does not read.

@@ -71,7 +71,7 @@ impl ControlConnection {
     ) -> Result<UnixStream, Failure> {
         check_time(deadline)?;
         let purpose = Purpose::Stream { command: self.command, stream };
-        let result = connect_within(vm, purpose, time_left(deadline, STREAM));
+        let result = connect_within(vm, purpose, time_left(deadline, STREAM) + TICK);
         result.or_else(|failure| check_time(deadline).and(Err(failure)))
     }
 
@@ -99,7 +99,7 @@ impl ControlConnection {
         deadline: Option<Instant>,
     ) -> Result<(), Failure> {
         check_time(deadline)?;
-        let limit = time_left(deadline, SETUP);
+        let limit = time_left(deadline, SETUP) + TICK;
         self.stream.set_read_timeout(Some(limit)).os_error("set a time limit")?;
         let result = self.request(vm, request);
         result.or_else(|failure| check_time(deadline).and(Err(failure)))
@@ -156,10 +156,9 @@ pub fn check_time(deadline: Option<Instant>) -> Result<(), Failure> {
     }
 }
 
-/// Returns a limit for a wait that lasts until `deadline`, `most` at the most, or slightly longer.
-fn time_left(deadline: Option<Instant>, most: Duration) -> Duration {
-    let rest = deadline.map_or(most, |time| time.saturating_duration_since(Instant::now()));
-    rest.min(most) + TICK
+/// Returns the time until `deadline`, `most` at the most, and without a deadline.
+pub fn time_left(deadline: Option<Instant>, most: Duration) -> Duration {
+    deadline.map_or(most, |time| time.saturating_duration_since(Instant::now()).min(most))
 }
 
 /// Returns the failure of a command whose time is over.

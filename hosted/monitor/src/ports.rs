@@ -6,7 +6,7 @@
 
 use crate::config::port::PortConfig;
 use crate::console::{HostConsole, Input};
-use crate::terminal::{Keys, MAX_KEYS};
+use crate::terminal::Keys;
 use hosted_command::failure::{Failure, IoContext};
 use proto::ports::{FrameKind, HEADER, Header, IS_CONSOLE, WINDOW};
 use rustix::event::PollFlags;
@@ -79,13 +79,13 @@ impl PortLine<'_> {
     /// Takes input; `keys` are those of a terminal in raw mode. Returns `true` if the user ends the
     /// VM.
     fn take(&mut self, bytes: &[u8], keys: Option<&mut Keys>) -> bool {
-        let Some(keys) = keys else {
-            self.input.extend(bytes);
-            return false;
-        };
-        let is_over = keys.pass(bytes, &mut self.input);
-        self.input.truncate(MAX_KEYS);
-        is_over
+        match keys {
+            Some(keys) => keys.pass(bytes, &mut self.input),
+            None => {
+                self.input.extend(bytes);
+                false
+            }
+        }
     }
 }
 
@@ -320,6 +320,7 @@ impl<'a> PortMux<'a> {
 mod tests {
     use super::*;
     use crate::config::console::Target;
+    use crate::terminal::MAX_KEYS;
     use std::io::{Read, Write};
 
     fn frame(kind: FrameKind, port: u8, data: &[u8]) -> Vec<u8> {

@@ -62,24 +62,24 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Appends the keys for the VM to `output`. Returns `true` if the user ends the VM.
+    /// Appends the keys for the VM to `output`, up to [`MAX_KEYS`]. Returns `true` if the user ends
+    /// the VM.
     ///
     /// Ctrl-A Ctrl-A and Ctrl-A A send one Ctrl-A; before any other key, Ctrl-A passes with that
     /// key.
     pub fn pass(&mut self, input: &[u8], output: &mut Vec<u8>) -> bool {
-        for &key in input {
-            if !std::mem::take(&mut self.after_prefix) {
-                match key {
-                    PREFIX => self.after_prefix = true,
-                    _ => output.push(key),
-                }
-                continue;
-            }
-            match key {
-                b'x' | b'X' => return true,
-                PREFIX | b'a' | b'A' => output.push(PREFIX),
-                _ => output.extend([PREFIX, key]),
-            }
+        let is_over = input.iter().any(|&key| self.pass_key(key, output));
+        output.truncate(MAX_KEYS);
+        is_over
+    }
+
+    fn pass_key(&mut self, key: u8, output: &mut Vec<u8>) -> bool {
+        match (std::mem::take(&mut self.after_prefix), key) {
+            (false, PREFIX) => self.after_prefix = true,
+            (false, _) => output.push(key),
+            (true, b'x' | b'X') => return true,
+            (true, PREFIX | b'a' | b'A') => output.push(PREFIX),
+            (true, _) => output.extend([PREFIX, key]),
         }
         false
     }

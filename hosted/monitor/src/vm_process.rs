@@ -11,7 +11,7 @@ use crate::exit::ExitCause;
 use crate::orphans;
 use crate::ports::{Port, PortMux, PortSource};
 use crate::profile;
-use crate::terminal::{Keys, MAX_KEYS, Raw};
+use crate::terminal::{Keys, Raw};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Level, MessageLog};
 use hosted_command::proc_number;
@@ -382,9 +382,7 @@ impl VmEvents<'_, '_> {
         let mut buffer = [0; 4096];
         match line.console.read(&mut buffer) {
             Input::Bytes(length) if self.raw && line.console.is_stdio() => {
-                let is_over = self.keys.pass(&buffer[..length], &mut line.pending);
-                line.pending.truncate(MAX_KEYS);
-                return is_over;
+                return self.keys.pass(&buffer[..length], &mut line.pending);
             }
             Input::Bytes(length) => line.pending.extend_from_slice(&buffer[..length]),
             Input::Nothing => {}
