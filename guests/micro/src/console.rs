@@ -2,11 +2,8 @@
 
 use crate::port;
 use core::fmt::{self, Write};
+use hw_x86::uart;
 
-const DATA: u16 = 0x3f8;
-const LINE_STATUS: u16 = DATA + 5;
-/// The transmitter takes a byte.
-const READY: u8 = 1 << 5;
 /// Tries after which a byte is sent regardless: a machine without the chip must not stop a guest.
 const PATIENCE: u32 = 1_000_000;
 
@@ -17,11 +14,11 @@ impl Write for ConsoleOutput {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for byte in text.bytes() {
             for _ in 0..PATIENCE {
-                if port::read8(LINE_STATUS) & READY != 0 {
+                if port::read8(uart::COM1 + uart::LINE_STATUS) & uart::TRANSMITTER_EMPTY != 0 {
                     break;
                 }
             }
-            port::write8(DATA, byte);
+            port::write8(uart::COM1 + uart::DATA, byte);
         }
         Ok(())
     }

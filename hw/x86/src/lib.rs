@@ -9,4 +9,5 @@ pub mod iommu;
 pub mod kvm;
 pub mod msr;
 pub mod paging;
+pub mod uart;
 pub mod vmcb;

@@ -150,16 +150,11 @@ impl<A: Arch> Kernel<A> {
 
     /// Executes an operation other than IPC and `VcpuRun`. `Ok(false)`: out of work budget, the
     /// thread repeats the system call.
-    fn dispatch(
-        &self,
-        operation: Op,
-        handle: Handle<Thread<A>>,
-        thread: &Thread<A>,
-    ) -> Result<bool> {
+    fn dispatch(&self, op: Op, handle: Handle<Thread<A>>, thread: &Thread<A>) -> Result<bool> {
         let task = self.task_of(thread)?;
         let argument = |index| thread.context.argument(index);
         let set = |result| thread.context.set_result(0, result);
-        match operation {
+        match op {
             Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
             Op::NotificationSignal => {
                 let args = args::NotificationSignal::read(argument);
@@ -198,10 +193,10 @@ impl<A: Arch> Kernel<A> {
                     self.vcpu_cap(task, args::VcpuNotify::read(argument).vcpu, rights::RUN)?;
                 set(self.vcpu_notify(self.memory.at(vcpu)).into());
             }
-            Op::IrqControl => self.irq_control(task, thread, args::IrqControl::read(argument))?,
+            Op::IrqControl => self.irq_control(thread, args::IrqControl::read(argument))?,
             Op::SchedControl => set(self.sched_control(task, args::SchedControl::read(argument))?),
             Op::PlatformControl => {
-                self.platform_control(task, thread, args::PlatformControl::read(argument))?;
+                self.platform_control(thread, args::PlatformControl::read(argument))?;
             }
             Op::Yield => self.yield_now(thread.cpu),
             Op::VmDoorbell => self.bind_doorbell(task, args::VmDoorbell::read(argument))?,
@@ -380,12 +375,8 @@ impl<A: Arch> Kernel<A> {
         Ok(self.used(sched))
     }
 
-    fn irq_control(
-        &self,
-        task: &Task<A>,
-        thread: &Thread<A>,
-        args: args::IrqControl,
-    ) -> Result<()> {
+    fn irq_control(&self, thread: &Thread<A>, args: args::IrqControl) -> Result<()> {
+        let task = self.task_of(thread)?;
         let irq = self.memory.at(self.irq_cap(task, args.irq, rights::IRQ)?);
         match args.action()? {
             IrqAction::Bind => {
@@ -406,18 +397,13 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
-    fn platform_control(
-        &self,
-        task: &Task<A>,
-        thread: &Thread<A>,
-        args: args::PlatformControl,
-    ) -> Result<()> {
+    fn platform_control(&self, thread: &Thread<A>, args: args::PlatformControl) -> Result<()> {
         let action = args.action()?;
         let right = match action {
             PlatformAction::Log => rights::LOG,
             PlatformAction::Reset | PlatformAction::Stats => rights::MACHINE,
         };
-        self.platform(task, args.platform, right)?;
+        self.platform(self.task_of(thread)?, args.platform, right)?;
         match action {
             PlatformAction::Log => self.log_message(thread, args.argument),
             PlatformAction::Reset => A::reset(),

@@ -209,25 +209,19 @@ pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -
 }
 
 /// Returns the table at `level` that covers `page`, allocating missing tables if `make` is set.
-fn walk<F: Format>(
-    tables: &impl Tables,
-    root: u64,
-    page: u64,
-    level: u32,
-    make: bool,
-) -> Result<u64> {
+fn walk<F: Format>(of: &impl Tables, root: u64, page: u64, level: u32, make: bool) -> Result<u64> {
     let mut table = root;
     for at in (level + 1..=F::ROOT_LEVEL).rev() {
         let slot = index(page, at);
-        let entry = tables.read(table, slot);
+        let entry = of.read(table, slot);
         table = if F::is_present(entry) {
             if F::is_leaf(entry, at) {
                 return Err(Status::Busy);
             }
             F::address(entry)
         } else if make {
-            let new = tables.alloc()?;
-            tables.write(table, slot, F::table(new));
+            let new = of.alloc()?;
+            of.write(table, slot, F::table(new));
             new
         } else {
             return Err(Status::BadArgument);

@@ -156,14 +156,11 @@ fn log_features(have: &Features) {
         ("umip", have.umip),
         ("xsave", have.xsave),
     ];
-    struct Present<'a>(&'a [(&'static str, bool)]);
-    impl core::fmt::Display for Present<'_> {
-        fn fmt(&self, f: &mut core::fmt::Formatter) -> core::fmt::Result {
-            let mut present = self.0.iter().filter(|(_, present)| *present);
-            present.try_for_each(|(name, _)| write!(f, " {name}"))
-        }
-    }
-    log!("CPU features:{}; {} ASIDs", Present(&names), have.asids);
+    let present = core::fmt::from_fn(|f| {
+        let mut present = names.iter().filter(|(_, is_present)| *is_present);
+        present.try_for_each(|(name, _)| write!(f, " {name}"))
+    });
+    log!("CPU features:{present}; {} ASIDs", have.asids);
     if !have.svm {
         log!("no SVM: cannot run VMs");
     } else if !have.npt {

@@ -13,7 +13,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use abi::Status;
 use hw_x86::vmcb::Vmcb;
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Account, Frame, Memory};
 use kernel_core::table::Format;
 use kernel_core::vtlb::ShadowFormat;
 
@@ -34,11 +34,7 @@ pub struct GuestVirtual {
 
 impl GuestVirtual {
     /// Allocates the root, and sets the intercepts.
-    pub fn new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        vmcb: &Vmcb,
-    ) -> Result<Self, Status> {
+    pub fn new(memory: &Memory, factory: Account, vmcb: &Vmcb) -> Result<Self, Status> {
         set_intercepts(&vmcb.control);
         let this =
             Self { control: ControlRegisters::default(), root: memory.alloc_raw(factory, 1)? };

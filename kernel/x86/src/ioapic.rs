@@ -107,20 +107,18 @@ pub fn init(madt: &Madt) {
 /// may still raise spurious interrupts.
 fn silence_pic() {
     let first = crate::idt::FIRST_INTERRUPT;
-    for (port, value) in [
-        (pic::COMMAND_1, pic::INITIALISE),
-        (pic::COMMAND_2, pic::INITIALISE),
-        (pic::DATA_1, first),
-        (pic::DATA_2, first + 8),
-        (pic::DATA_1, pic::CASCADE_1),
-        (pic::DATA_2, pic::CASCADE_2),
-        (pic::DATA_1, pic::MODE_8086),
-        (pic::DATA_2, pic::MODE_8086),
-        (pic::DATA_1, 0xff),
-        (pic::DATA_2, 0xff),
-    ] {
+    let chips = [
+        (pic::COMMAND_1, pic::DATA_1, first, pic::CASCADE_1),
+        (pic::COMMAND_2, pic::DATA_2, first + 8, pic::CASCADE_2),
+    ];
+    for (command, data, vectors, cascade) in chips {
         // SAFETY: interrupt controllers without DMA, now masked.
-        unsafe { out8(port, value) };
+        unsafe {
+            out8(command, pic::INITIALISE);
+            [vectors, cascade, pic::MODE_8086, 0xff]
+                .into_iter()
+                .for_each(|value| out8(data, value));
+        }
     }
 }
 

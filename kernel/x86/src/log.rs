@@ -2,34 +2,10 @@
 
 use core::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
+use hw_x86::uart;
 use kernel_run::log::{Log, Transmitter};
 
 use crate::io::{in8, out8};
-
-/// Conventional I/O base of the first serial port.
-const COM1: u16 = 0x3f8;
-/// Conventional I/O base of the second serial port.
-const COM2: u16 = 0x2f8;
-
-/// Registers and bits of the 16550 (National Semiconductor PC16550D).
-mod uart {
-    pub const DATA: u16 = 0;
-    pub const INTERRUPT_ENABLE: u16 = 1;
-    pub const INTERRUPT_IDENTIFICATION: u16 = 2;
-    pub const FIFO_CONTROL: u16 = 2;
-    pub const LINE_CONTROL: u16 = 3;
-    pub const MODEM_CONTROL: u16 = 4;
-    pub const LINE_STATUS: u16 = 5;
-
-    pub const FIFO_ON_AND_CLEAR: u8 = 0x07;
-    pub const FIFO_IS_ON: u8 = 0xc0;
-    pub const FIFO_LENGTH: u8 = 16;
-    pub const EIGHT_BITS: u8 = 0x03;
-    pub const DIVISOR_ACCESS: u8 = 0x80;
-    pub const READY_TO_SEND: u8 = 0x03;
-    pub const TRANSMITTER_EMPTY: u8 = 0x20;
-    pub const DIVISOR_115200: u8 = 1;
-}
 
 /// A 16550.
 pub struct Uart {
@@ -66,8 +42,8 @@ impl Uart {
     pub fn init(&self, choice: Option<&str>) {
         let port = match choice {
             Some("none") => return,
-            Some("com2") => COM2,
-            _ => COM1,
+            Some("com2") => uart::COM2,
+            _ => uart::COM1,
         };
         let set_up = [
             (uart::INTERRUPT_ENABLE, 0),

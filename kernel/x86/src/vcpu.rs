@@ -127,7 +127,7 @@ pub fn run(
     }
     loop {
         if let Err(error) = prepare(&kernel, &local.guest, entry) {
-            let to_vmm = abort_entry(&kernel, entry, error);
+            let to_vmm = end_entry(&kernel, entry, error);
             return (kernel, Some(to_vmm));
         }
         let active = &entry.vm().space.active;
@@ -290,7 +290,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     {
         let root = kernel.memory.physical(space.root);
         if frames.vm_generation.get() != space.generation.get() {
-            follow_space(kernel, frames, space, root).map_err(EntryError::Failed)?;
+            follow(kernel, frames, space, root).map_err(EntryError::Failed)?;
         }
         frames.hvm.flush(&local.extension, root);
         let prepared = frames.hvm.prepare_memory(&kernel.memory, entry.vcpu.factory, state);
@@ -302,12 +302,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
 
 /// Takes over changes of the VM's space, whose tables are at `root`, except for the TLB flush.
 #[cold]
-fn follow_space(
-    kernel: &Kernel<X86>,
-    frames: &VcpuFrames,
-    space: &Space<X86>,
-    root: u64,
-) -> Result<()> {
+fn follow(kernel: &Kernel<X86>, frames: &VcpuFrames, space: &Space<X86>, root: u64) -> Result<()> {
     if space.dying.get() {
         return Err(Status::Aborted);
     }
@@ -321,11 +316,7 @@ fn follow_space(
 
 /// Ends `VcpuRun` without an entry.
 #[cold]
-fn abort_entry(
-    kernel: &Kernel<X86>,
-    entry: GuestEntry<'_>,
-    error: EntryError,
-) -> ReturnToUser<X86> {
+fn end_entry(kernel: &Kernel<X86>, entry: GuestEntry<'_>, error: EntryError) -> ReturnToUser<X86> {
     match error {
         EntryError::Exit(reason) => return_exit(kernel, entry, reason, group::IP),
         EntryError::Failed(status) => end_run(kernel, entry, status),

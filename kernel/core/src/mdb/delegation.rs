@@ -172,19 +172,13 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Frees the empty page tables in the range of a new mapping. `false`: out of budget.
-    fn make_room(
-        &self,
-        of: SpaceRef<A>,
-        space: &Space<A>,
-        extent: Extent,
-        budget: &mut u32,
-    ) -> bool {
-        if extent.kind != ItemKind::Memory {
+    fn make_room(&self, of: SpaceRef<A>, space: &Space<A>, at: Extent, budget: &mut u32) -> bool {
+        if at.kind != ItemKind::Memory {
             return true;
         }
         let tables = space.tables(&self.memory);
         let root = self.memory.physical(space.root);
-        let (page, order) = (extent.base, extent.order);
+        let (page, order) = (at.base, at.order);
         let mut may_continue = || work::charge(budget, work::TABLE);
         let (done, flush) =
             in_format!(of, make_room(&tables, root, page, order, &mut may_continue));

@@ -24,13 +24,8 @@ pub enum GuestPaging {
 
 impl GuestPaging {
     /// Creates its state, and configures the VMCB for it. Fails without quota.
-    pub fn new(
-        memory: &Memory,
-        factory: Account,
-        translation: Translation,
-        vmcb: &Vmcb,
-    ) -> Result<Self> {
-        match translation {
+    pub fn new(memory: &Memory, factory: Account, kind: Translation, vmcb: &Vmcb) -> Result<Self> {
+        match kind {
             Translation::Nested => Ok(Self::Nested),
             Translation::Vtlb(pool) => Shadow::new(memory, factory, pool, vmcb).map(Self::Shadow),
             Translation::GuestVirtual => {

@@ -37,13 +37,8 @@ pub struct VcpuFrames {
 }
 
 impl ArchVcpu for VcpuFrames {
-    fn new(
-        memory: &Memory,
-        factory: Account,
-        state: Frame,
-        translation: Translation,
-    ) -> Result<Self> {
-        let hvm = Extension::new(memory, factory, translation)?;
+    fn new(memory: &Memory, factory: Account, state: Frame, kind: Translation) -> Result<Self> {
+        let hvm = Extension::new(memory, factory, kind)?;
         let extended = ExtendedState::new(memory, factory).inspect_err(|_| hvm.free(memory))?;
         let this = Self {
             hvm,
