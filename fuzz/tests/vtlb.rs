@@ -20,11 +20,13 @@ const SEARCHED: u64 = 3000;
 
 /// Rules of `kernel_core::vtlb` and `kernel_x86::shadow`, by the names that their code has. Broken,
 /// each must be noticed.
-const RULES: [&str; 34] = [
+const RULES: [&str; 35] = [
     // A path to a table of the lowest level is used while the entries above are the same; a table
     // is used again if it was filled from the guest's entry above it.
     "path-entries",
     "match-entry",
+    // A translation that is filled ahead has the rights of the one beside it in the guest's tables.
+    "ahead-rights",
     // A comparison with the guest's tables includes rights, and bits that the guest has cleared; it
     // ends with its budget.
     "compare-rights",

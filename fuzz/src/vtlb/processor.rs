@@ -85,9 +85,8 @@ impl Processor {
             _ => self.walk(asid, save.cr3.get(), save.efer.get(), access.address).and_then(
                 |(word, page)| {
                     allows(word.load(Relaxed), access, hides_users)?;
-                    if is_write {
-                        word.fetch_or(entry::DIRTY, Relaxed);
-                    }
+                    let dirty = if is_write { entry::DIRTY } else { 0 };
+                    word.fetch_or(entry::ACCESSED | dirty, Relaxed);
                     Ok(Cached { leaf: word.load(Relaxed), page })
                 },
             ),

@@ -37,7 +37,7 @@ mod trace;
 
 use defects::breaks;
 pub use fill::{Fill, GuestSource, Known, Step};
-use tables::{Ref, Slots, Table};
+use tables::{Ref, Table, bits_of};
 
 /// Maximum number of shadow tables of a vCPU.
 pub const MAX_TABLES: usize = 128;
@@ -148,7 +148,8 @@ struct Space {
 impl Space {
     /// Its tables.
     fn tables(&self) -> impl Iterator<Item = Ref> {
-        Slots::new(&self.members, u8::MAX).map(|number| Ref::new(number as u16))
+        let numbers = (0..self.members.len()).flat_map(|word| bits_of(&self.members, word));
+        numbers.map(|number| Ref::new(number as u16))
     }
 
     /// Returns whether a table is one of its.
@@ -181,6 +182,8 @@ pub struct Vtlb<F, M> {
     /// Level of roots.
     top: Cell<u32>,
     clock: Cell<u64>,
+    /// Value of [`Vtlb::fills`] up to which there were few since the last load.
+    few: Cell<u64>,
     flush: Cell<Flush>,
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
@@ -316,6 +319,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     pub fn load(&self, root: Option<u64>) -> Result<(), NeedsFrames> {
         let key = root.unwrap_or(NO_ROOT);
         self.clock.set(self.clock.get() + 1);
+        self.few.set(self.fills.get() + fill::FEW);
         self.drop_local();
         let (index, is_known) = self.choose(key);
         self.epoch.set(self.epoch.get() >> SPACE_BITS << SPACE_BITS | index as u64);

@@ -9,6 +9,10 @@ use super::{Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, V
 
 /// Number of paths that are kept.
 pub const PATHS: usize = 32;
+/// Number of entries that are filled together: Linux maps as many pages of a file at a fault.
+const GROUP: usize = 16;
+/// Number of fills since a load that are not yet many.
+pub const FEW: u64 = 16;
 
 /// Guest table, or guest entry of a split page, by its guest-physical address, and the
 /// host-physical address of the page. An entry's is not aligned to a page, nor is a root's of
@@ -253,6 +257,44 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
         self.set_leaf(table, fill, fill.value & F::MEANING);
     }
 
+    /// Returns whether there were many fills since the last load: more will follow. A process that
+    /// ends soon has few, and would not use translations that are filled ahead.
+    #[inline(always)]
+    pub fn has_many_fills(&self) -> bool {
+        self.fills.get() > self.few.get()
+    }
+
+    /// Fills translations ahead, as a processor may: those of neighbours of the address `at`, which
+    /// was filled with a `leaf` that is not writable, from a guest entry `value`, if their entries
+    /// differ from it only in their addresses. `host`: physical address of a guest page, if the
+    /// access is allowed there.
+    #[inline(always)]
+    pub fn fill_ahead(&self, at: u64, value: u64, leaf: u64, host: impl Fn(u64) -> Option<u64>) {
+        let Some(path) = self.path(at) else { return };
+        let Some(table) = path.table.get() else { return };
+        let of = self.table(table);
+        let words = |physical: &Cell<u64>| self.memory.words(physical.get());
+        let (shadow, copies) = (words(&of.shadow), words(&of.copies));
+        let guest = self.memory.words(path.source.get().host);
+        let (first, rights) = (index(at, 0) & !(GROUP - 1), F::MEANING & !F::address(!0));
+        let mut added = 0;
+        for slot in first..first + GROUP {
+            defects::step();
+            let entry = guest[slot].load(Relaxed);
+            if ((entry ^ value) & rights == 0 || breaks("ahead-rights"))
+                && !F::is_present(shadow[slot].load(Relaxed))
+                && let Some(physical) = host(F::address(entry))
+            {
+                copies[slot].store(entry & F::MEANING, Relaxed);
+                shadow[slot].store(leaf & !F::address(!0) & !F::MARKS | physical, Relaxed);
+                added |= 1 << (slot % 64);
+            }
+        }
+        for mask in [&of.filled, &of.ahead] {
+            mask[first / 64].set(mask[first / 64].get() | added);
+        }
+    }
+
     fn count_fill(&self) -> u64 {
         let fills = &self.fills;
         fills.set(fills.get() + 1);
@@ -300,7 +342,9 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     fn write(&self, of: &Table, slot: usize, entry: u64, copy: u64) {
         self.memory.words(of.copies.get())[slot].store(copy, Relaxed);
         self.memory.words(of.shadow.get())[slot].store(entry, Relaxed);
-        of.fill(slot);
+        let word = &of.filled[slot / 64];
+        word.set(word.get() | 1 << (slot % 64));
+        of.words.set(of.words.get() | 1 << (slot / 64));
     }
 
     /// Sets an entry that refers to a table.

@@ -1,11 +1,14 @@
 //! Flushes: of a space as a whole, or of what differs from the guest's tables.
 
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::defects::{self, breaks};
-use super::tables::{Ref, Table};
+use super::tables::{Ref, Table, bits, bits_of};
 use super::trace::WATCHED;
-use super::{ENTRIES, Flush, FrameAccess, SYNC_BUDGET, ShadowFormat, Vtlb};
+use super::{Flush, FrameAccess, SYNC_BUDGET, ShadowFormat, Vtlb};
+
+/// Entries whose bits are one word of a mask.
+type Part = [AtomicU64; 64];
 
 /// Returns whether the guest's entry `now` has the translation of its copy: it may have become
 /// accessed or dirty, but not lost these marks.
@@ -13,6 +16,24 @@ fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
     let ignored = if breaks("compare-rights") { F::WRITE } else { 0 };
     let marks = if breaks("compare-marks") { 0 } else { copy };
     (now ^ copy) & F::MEANING & (marks | !F::MARKS) & !ignored == 0
+}
+
+/// The rest of a mask of entries, `left`, from the first on that differs from the guest's, and the
+/// number of those before it.
+#[inline(never)]
+fn differing<F: ShadowFormat>(left: u64, copies: &Part, guest: &Part, first: usize) -> (u64, u32) {
+    let (mut left, mut same) = (left, 0);
+    while left != 0 {
+        defects::step();
+        let bit = left.trailing_zeros() as usize;
+        let now = guest[(first + bit) % 64].load(Relaxed);
+        if !is_same::<F>(now, copies[bit].load(Relaxed)) {
+            break;
+        }
+        left &= left - 1;
+        same += 1;
+    }
+    (left, same)
 }
 
 impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
@@ -90,18 +111,29 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
         let (guest, first) = (self.memory.words(source & !0xfff), source as usize / 8);
         let copies = self.memory.words(of.copies.get());
         let (mut compared, mut removed, mut last) = (0, 0, 0);
-        for slot in of.slots() {
-            defects::step();
-            compared += 1;
-            let copy = copies[slot].load(Relaxed);
-            if is_same::<F>(guest[(first + slot) % ENTRIES].load(Relaxed), copy) {
-                continue;
+        let (guest, _) = guest.as_chunks::<64>();
+        let (copies, _) = copies.as_chunks::<64>();
+        for number in bits(of.words.get().into()) {
+            if self.remove_unused(of, number) {
+                // Several are.
+                removed += 2;
             }
-            if of.level.get() > 0 {
-                self.remove(table, slot, 0);
-            } else {
-                (removed, last) = (removed + 1, slot);
-                self.remove_leaf(of, slot);
+            let part = &guest[(first / 64 + number) % guest.len()];
+            let mut left = of.filled[number].get();
+            loop {
+                let (rest, same) = differing::<F>(left, &copies[number], part, first % 64);
+                compared += same;
+                if rest == 0 {
+                    break;
+                }
+                (compared, left) = (compared + 1, rest & (rest - 1));
+                let slot = 64 * number + rest.trailing_zeros() as usize;
+                if of.level.get() > 0 {
+                    self.remove(table, slot, 0);
+                } else {
+                    (removed, last) = (removed + 1, slot);
+                    self.remove_leaf(of, slot);
+                }
             }
         }
         match removed {
@@ -113,6 +145,20 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
             _ => self.request_for(of.owner.get(), Flush::Space),
         }
         compared
+    }
+
+    /// Removes the leaves of a word of a table's entries that were filled ahead and not used;
+    /// returns whether there may have been some.
+    fn remove_unused(&self, of: &Table, number: usize) -> bool {
+        let has_any = of.ahead[number].get() != 0;
+        for slot in bits_of(&of.ahead, number) {
+            let leaf = self.memory.words(of.shadow.get())[slot].load(Relaxed);
+            if F::is_present(leaf) && leaf & F::MARKS == 0 {
+                self.remove_leaf(of, slot);
+            }
+        }
+        of.ahead[number].set(0);
+        has_any
     }
 
     /// First address that a table translates, without its sign.

@@ -42,6 +42,8 @@ pub struct Table {
     pub source: Cell<GuestSource>,
     /// Bit mask of the entries in use.
     pub filled: [Cell<u64>; ENTRIES / 64],
+    /// Bit mask of the entries that were filled ahead, at least, since the last comparison.
+    pub ahead: [Cell<u64>; ENTRIES / 64],
     /// Bit mask of the words of `filled` that are not 0, at least.
     pub words: Cell<u8>,
     /// Table that refers to it; `None`: it is a root.
@@ -69,55 +71,27 @@ pub struct Table {
 }
 
 impl Table {
-    /// Marks an entry as used.
-    #[inline(always)]
-    pub fn fill(&self, slot: usize) {
-        let word = &self.filled[slot / 64];
-        word.set(word.get() | 1 << (slot % 64));
-        self.words.set(self.words.get() | 1 << (slot / 64));
-    }
-
     /// The used entries.
     #[inline(always)]
-    pub fn slots(&self) -> Slots<'_, { ENTRIES / 64 }> {
-        Slots::new(&self.filled, self.words.get())
+    pub fn slots(&self) -> impl Iterator<Item = usize> {
+        bits(self.words.get().into()).flat_map(|number| bits_of(&self.filled, number))
     }
 }
 
-/// Numbers of the bits that are set in a bit mask, at most eight words.
-pub struct Slots<'a, const WORDS: usize> {
-    mask: &'a [Cell<u64>; WORDS],
-    /// Bit mask of the words that are left.
-    words: u8,
-    /// This word, and what is left of it.
-    word: usize,
-    left: u64,
+/// Numbers of the bits that are set in a word of a bit mask.
+#[inline(always)]
+pub fn bits_of(mask: &[Cell<u64>], number: usize) -> impl Iterator<Item = usize> {
+    bits(mask[number].get()).map(move |bit| 64 * number + bit)
 }
 
-impl<'a, const WORDS: usize> Slots<'a, WORDS> {
-    /// Those of a mask whose words with a bit are in `words`.
-    pub fn new(mask: &'a [Cell<u64>; WORDS], words: u8) -> Self {
-        Self { mask, words: words & (u8::MAX >> (8 - WORDS)), word: 0, left: 0 }
-    }
-}
-
-impl<const WORDS: usize> Iterator for Slots<'_, WORDS> {
-    type Item = usize;
-
-    #[inline(always)]
-    fn next(&mut self) -> Option<usize> {
-        while self.left == 0 {
-            if self.words == 0 {
-                return None;
-            }
-            self.word = self.words.trailing_zeros() as usize;
-            self.words &= self.words - 1;
-            self.left = self.mask[self.word % WORDS].get();
-        }
-        let bit = self.left.trailing_zeros() as usize;
-        self.left &= self.left - 1;
-        Some((64 * self.word + bit) % (64 * WORDS))
-    }
+/// Numbers of the bits that are set in a word.
+#[inline(always)]
+pub fn bits(mut word: u64) -> impl Iterator<Item = usize> {
+    core::iter::from_fn(move || {
+        let bit = (word != 0).then(|| word.trailing_zeros() as usize);
+        word &= word.wrapping_sub(1);
+        bit
+    })
 }
 
 impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
@@ -273,7 +247,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
                 Some(_) => {}
             }
         }
-        of.filled.iter().for_each(|word| word.set(0));
+        of.filled.iter().chain(&of.ahead).for_each(|word| word.set(0));
         of.words.set(0);
     }
 

@@ -62,8 +62,9 @@ pub struct Trace {
     /// Traced tables, by the first page of a leaf at level 1.
     regions: Filter<TABLES>,
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
-    /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
-    direct: [Cell<u64>; 2],
+    /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory. Linux has two more,
+    /// those of its image and of its page structures.
+    direct: [Cell<u64>; 4],
     /// See [`Vtlb::note_trace`].
     changes: Cell<u64>,
 }
@@ -113,10 +114,9 @@ impl Trace {
 
     /// Notes the difference between the addresses of a large leaf.
     fn learn(&self, difference: u64) {
-        let [last, before] = &self.direct;
-        let new = difference | IS_KNOWN;
-        if last.get() != new && before.get() != new {
-            before.set(last.replace(new));
+        let mut new = difference | IS_KNOWN;
+        if !self.direct.iter().any(|known| known.get() == new) {
+            self.direct.iter().for_each(|known| new = known.replace(new));
         }
     }
 
@@ -197,9 +197,9 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// the page gets its own, and one that is not in the current space, too.
     fn direct_alias(&self, page: u64) -> Option<Alias> {
         let mut found = None;
-        let [first, second] = &self.trace.direct;
-        for direct in [first.get(), second.get()].into_iter().filter(|direct| *direct != 0) {
-            let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
+        let known = &self.trace.direct;
+        for direct in known.iter().filter(|direct| direct.get() != 0) {
+            let address = (direct.get() & !IS_KNOWN).wrapping_add(page << 12);
             // Of shared tables all spaces have the same leaf.
             let others = if self.is_shared(address) { 0 } else { self.options.get().spaces.into() };
             for space in core::iter::once(self.space()).chain(&self.spaces[..others]) {
@@ -208,10 +208,11 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
                     return found;
                 }
                 if let Some(leaf) = self.leaf_in(space.root.get(), address) {
+                    let is_first = found.is_none();
                     found = found.or(self.alias_at(leaf, address, page));
-                    if found.is_some() && direct == second.get() {
+                    if found.is_some() && is_first {
                         // The next search begins here.
-                        first.swap(second);
+                        known[0].swap(direct);
                     }
                 }
             }

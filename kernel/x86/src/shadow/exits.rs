@@ -152,7 +152,7 @@ impl State {
                         && let Some(fill) = self.page(&paging, access, &page, 0)
                     {
                         self.tables.fill_known(table, &fill);
-                        return resume(vmcb);
+                        return self.filled(vmcb, access.1, &fill);
                     }
                 }
             }
@@ -202,8 +202,31 @@ impl State {
             return Some(MEMORY_FAULT);
         };
         match self.tables.fill(&Fill { steps, ..fill }) {
-            Ok(()) => resume(vmcb),
+            Ok(()) => self.filled(vmcb, access.1, &fill),
             Err(_) => Some(internal::NEEDS_FRAMES),
+        }
+    }
+
+    /// Lets the guest repeat an access whose translation was filled. Beside a fetch, others are
+    /// filled, too.
+    #[inline(always)]
+    fn filled(&self, vmcb: &Vmcb, intent: Intent, fill: &Fill<'_>) -> Option<u64> {
+        if intent == Intent::Fetch && self.tables.has_many_fills() && fill.level == 0 {
+            self.fill_ahead(fill.address, fill.value, fill.leaf);
+        }
+        resume(vmcb)
+    }
+
+    /// Fills translations beside one that was filled from a guest entry `value`, with a `leaf`.
+    #[cold]
+    #[inline(never)]
+    fn fill_ahead(&self, address: u64, value: u64, leaf: u64) {
+        let memory = &self.tables.memory;
+        if leaf & (entry::WRITE | entry::UNCACHED) == 0 {
+            self.tables.fill_ahead(address, value, leaf, |address| {
+                let host = memory.translate(address).filter(|host| host.is_executable())?;
+                (!host.is_device() && address & memory.reserved() == 0).then_some(host.physical)
+            });
         }
     }
 
