@@ -240,8 +240,10 @@ pub fn debugged() -> Result<()> {
         Ok(())
     };
     let result = sessions();
+    let early = host.child.try_wait().context("cannot look at the emulated host")?;
     host.end(result.is_err())?;
-    result.with_context(|| format!("the emulated host has printed:\n{}", host.printed))
+    let early = early.map_or_else(String::new, |status| format!("QEMU has ended ({status}); "));
+    result.with_context(|| format!("{early}the emulated host has printed:\n{}", host.printed))
 }
 
 /// Checks the output of a VM.

@@ -25,7 +25,8 @@ pub fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
     command.args([LIMIT, "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
     let target = format!("target remote {place}");
-    for line in ["set pagination off", "set remotetimeout 60", &target].iter().chain(commands) {
+    // An emulated host beside other tests needs more than a minute until it answers.
+    for line in ["set pagination off", "set remotetimeout 240", &target].iter().chain(commands) {
         command.args(["-ex", line]);
     }
     let output = command.stdin(Stdio::null()).output().context("cannot start gdb")?;
