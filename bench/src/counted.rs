@@ -3,11 +3,12 @@
 //! QEMU's own instruction clock is not enough: it advances while the machine waits for a disk.
 
 use crate::guest::folder;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, bail};
 use parador_tests::system::workspace;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// The compiled plugin and the path of its output.
 pub struct Counter {
@@ -27,15 +28,10 @@ pub struct Counts {
 impl Counter {
     /// Compiles the plugin. `name` names the file with the counts.
     pub fn new(name: &str) -> Result<Self> {
-        let plugin = folder().join("count.so");
-        let compiled = Command::new("gcc")
-            .args(["-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
-            .args([&plugin, &workspace().join("bench/plugin/count.c")])
-            .status()
-            .context("cannot start gcc")?;
-        if !compiled.success() {
-            bail!("gcc cannot compile the plugin that counts");
-        }
+        // Once: systems that run at the same time load the file.
+        static PLUGIN: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+        let plugin = PLUGIN.get_or_init(|| compile().map_err(|error| format!("{error:#}")));
+        let plugin = plugin.clone().map_err(Error::msg)?;
         Ok(Self { plugin, to: folder().join(name).with_extension("counts") })
     }
 
@@ -62,6 +58,20 @@ impl Counter {
             .with_context(|| format!("cannot read {}", self.to.display()))?;
         between_marks(&text).with_context(|| format!("marks do not alternate: {text:?}"))
     }
+}
+
+/// Compiles the plugin.
+fn compile() -> Result<PathBuf> {
+    let plugin = folder().join("count.so");
+    let compiled = Command::new("gcc")
+        .args(["-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
+        .args([&plugin, &workspace().join("bench/plugin/count.c")])
+        .status()
+        .context("cannot start gcc")?;
+    if !compiled.success() {
+        bail!("gcc cannot compile the plugin that counts");
+    }
+    Ok(plugin)
 }
 
 /// Returns the differences between the marks 1 and 2, which alternate.

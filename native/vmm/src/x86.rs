@@ -60,7 +60,7 @@ pub fn create_vcpu<'a>(
     (console, memory): (&'a Console, &'a GuestMemory),
     (vm, is_virtual): (Vm, bool),
 ) -> NativeVcpu<'a> {
-    let optimisations = vtlb::optimisations(plan.vtlb, plan.cpus.len());
+    let optimisations = plan.vtlb.map(|vtlb| vtlb::optimisations(vtlb, plan.cpus.len()));
     let space = is_virtual.then(|| GuestVirtual::new(vm, memory, physical_bits()));
     NativeVcpu::new(vcpu, console, optimisations, space)
 }

@@ -33,6 +33,7 @@ pub struct NativeVcpu<'a> {
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
     steal_time: StealTime,
+    has_vtlb: bool,
     /// Its space, if that is guest-virtual.
     space: Option<GuestVirtual<'a>>,
 }
@@ -41,15 +42,15 @@ impl<'a> NativeVcpu<'a> {
     /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
     ///
-    /// `optimisations`: of its vTLB ([`abi::vcpu::x86::vtlb`]). `space`: its space, if that is
-    /// guest-virtual.
+    /// `optimisations`: of its vTLB ([`abi::vcpu::x86::vtlb`]); `None`: it has none. `space`: its
+    /// space, if that is guest-virtual.
     pub fn new(
         vcpu: Vcpu,
         console: &'a Console,
-        optimisations: u64,
+        optimisations: Option<u64>,
         space: Option<GuestVirtual<'a>>,
     ) -> Self {
-        vcpu.state().vtlb.set(optimisations);
+        vcpu.state().vtlb.set(optimisations.unwrap_or(0));
         Self {
             vcpu,
             // The kernel's state is zero, as the page is: everything in it is valid, and must be
@@ -61,6 +62,7 @@ impl<'a> NativeVcpu<'a> {
             window: 0,
             halt_mode: 1,
             steal_time: StealTime::default(),
+            has_vtlb: optimisations.is_some(),
             space,
         }
     }
@@ -206,7 +208,7 @@ fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
 
 impl X86Vcpu for NativeVcpu<'_> {
     fn vtlb_events(&mut self, index: u32) -> Option<u64> {
-        self.vtlb_counters().get(index as usize).copied()
+        self.vtlb_counters().get(index as usize).copied().filter(|_| self.has_vtlb)
     }
 
     #[inline(always)]

@@ -22,8 +22,8 @@ pub fn mode(plan: Option<Vtlb>) -> u64 {
 
 /// Returns the optimisations of each of `vcpus` vCPUs ([`vtlb`]). The dirty bits that trace writes
 /// are those of one vCPU, so with several each flush compares all tables.
-pub fn optimisations(plan: Option<Vtlb>, vcpus: usize) -> u64 {
-    let Some(Vtlb { rung, spaces, trace_writes, .. }) = plan else { return 0 };
+pub fn optimisations(plan: Vtlb, vcpus: usize) -> u64 {
+    let Vtlb { rung, spaces, trace_writes, .. } = plan;
     let traces = if trace_writes { vtlb::TRACE | vtlb::TRACE_WRITES } else { vtlb::TRACE };
     let steps = [
         (Rung::Global, vtlb::GLOBAL),
@@ -52,9 +52,8 @@ mod tests {
 
     #[test]
     fn rungs_are_cumulative() {
-        let bits = |rung| optimisations(Some(Vtlb { rung, ..PLAN }), 1);
+        let bits = |rung| optimisations(Vtlb { rung, ..PLAN }, 1);
         let cache = 8 << vtlb::SPACES_SHIFT;
-        assert_eq!(optimisations(None, 1), 0);
         for (rung, expected) in [
             (Rung::User, 0),
             (Rung::Kernel, 0),
@@ -68,8 +67,8 @@ mod tests {
             assert_eq!(bits(rung), expected, "{rung:?}");
         }
         let dirty_bits = Vtlb { rung: Rung::Trace, trace_writes: false, ..PLAN };
-        assert_eq!(optimisations(Some(dirty_bits), 1), cache | 7);
+        assert_eq!(optimisations(dirty_bits, 1), cache | 7);
         let top = Vtlb { rung: Rung::InvalidatePage, ..PLAN };
-        assert_eq!(optimisations(Some(top), 2), cache | 0x33, "no tracing with several vCPUs");
+        assert_eq!(optimisations(top, 2), cache | 0x33, "no tracing with several vCPUs");
     }
 }
