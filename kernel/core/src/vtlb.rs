@@ -308,7 +308,8 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     }
 
     fn table(&self, table: Ref) -> &Table {
-        &self.tables[table.index()]
+        // No number is larger: the remainder takes the place of a comparison.
+        &self.tables[table.index() % MAX_TABLES]
     }
 
     /// Makes the space of the guest's root table at a guest-physical address current, and removes

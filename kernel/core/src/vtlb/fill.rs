@@ -265,28 +265,29 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     }
 
     /// Fills translations ahead, as a processor may: those of neighbours of the address `at`, which
-    /// was filled with a `leaf` that is not writable, from a guest entry `value`, if their entries
-    /// differ from it only in their addresses. `host`: physical address of a guest page, if the
-    /// access is allowed there.
+    /// was filled, if the guest's entries differ from its own only in their addresses. `leaf`: leaf
+    /// of a guest page, made from that of `at`, if there may be one. It must not be writable.
     #[inline(always)]
-    pub fn fill_ahead(&self, at: u64, value: u64, leaf: u64, host: impl Fn(u64) -> Option<u64>) {
+    pub fn fill_ahead(&self, at: u64, leaf: impl Fn(u64, u64) -> Option<u64>) {
         let Some(path) = self.path(at) else { return };
         let Some(table) = path.table.get() else { return };
         let of = self.table(table);
         let words = |physical: &Cell<u64>| self.memory.words(physical.get());
         let (shadow, copies) = (words(&of.shadow), words(&of.copies));
         let guest = self.memory.words(path.source.get().host);
-        let (first, rights) = (index(at, 0) & !(GROUP - 1), F::MEANING & !F::address(!0));
+        let own = index(at, 0);
+        let (value, like) = (copies[own].load(Relaxed), shadow[own].load(Relaxed));
+        let (first, rights) = (own & !(GROUP - 1), F::MEANING & !F::address(!0));
         let mut added = 0;
         for slot in first..first + GROUP {
             defects::step();
             let entry = guest[slot].load(Relaxed);
             if ((entry ^ value) & rights == 0 || breaks("ahead-rights"))
                 && !F::is_present(shadow[slot].load(Relaxed))
-                && let Some(physical) = host(F::address(entry))
+                && let Some(leaf) = leaf(F::address(entry), like)
             {
                 copies[slot].store(entry & F::MEANING, Relaxed);
-                shadow[slot].store(leaf & !F::address(!0) & !F::MARKS | physical, Relaxed);
+                shadow[slot].store(leaf & !F::MARKS, Relaxed);
                 added |= 1 << (slot % 64);
             }
         }

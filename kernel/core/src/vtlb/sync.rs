@@ -150,15 +150,13 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Removes the leaves of a word of a table's entries that were filled ahead and not used;
     /// returns whether there may have been some.
     fn remove_unused(&self, of: &Table, number: usize) -> bool {
-        let has_any = of.ahead[number].get() != 0;
         for slot in bits_of(&of.ahead, number) {
             let leaf = self.memory.words(of.shadow.get())[slot].load(Relaxed);
             if F::is_present(leaf) && leaf & F::MARKS == 0 {
                 self.remove_leaf(of, slot);
             }
         }
-        of.ahead[number].set(0);
-        has_any
+        of.ahead[number].take() != 0
     }
 
     /// First address that a table translates, without its sign.

@@ -152,7 +152,7 @@ impl State {
                         && let Some(fill) = self.page(&paging, access, &page, 0)
                     {
                         self.tables.fill_known(table, &fill);
-                        return self.filled(vmcb, access.1, &fill);
+                        return self.filled(vmcb, access.1);
                     }
                 }
             }
@@ -202,7 +202,7 @@ impl State {
             return Some(MEMORY_FAULT);
         };
         match self.tables.fill(&Fill { steps, ..fill }) {
-            Ok(()) => self.filled(vmcb, access.1, &fill),
+            Ok(()) => self.filled(vmcb, access.1),
             Err(_) => Some(internal::NEEDS_FRAMES),
         }
     }
@@ -210,24 +210,24 @@ impl State {
     /// Lets the guest repeat an access whose translation was filled. Beside a fetch, others are
     /// filled, too.
     #[inline(always)]
-    fn filled(&self, vmcb: &Vmcb, intent: Intent, fill: &Fill<'_>) -> Option<u64> {
-        if intent == Intent::Fetch && self.tables.has_many_fills() && fill.level == 0 {
-            self.fill_ahead(fill.address, fill.value, fill.leaf);
+    fn filled(&self, vmcb: &Vmcb, intent: Intent) -> Option<u64> {
+        if intent == Intent::Fetch && self.tables.has_many_fills() {
+            self.fill_ahead(vmcb.control.exit_info2.get());
         }
         resume(vmcb)
     }
 
-    /// Fills translations beside one that was filled from a guest entry `value`, with a `leaf`.
+    /// Fills translations beside that of a fetch.
     #[cold]
     #[inline(never)]
-    fn fill_ahead(&self, address: u64, value: u64, leaf: u64) {
+    fn fill_ahead(&self, address: u64) {
         let memory = &self.tables.memory;
-        if leaf & (entry::WRITE | entry::UNCACHED) == 0 {
-            self.tables.fill_ahead(address, value, leaf, |address| {
-                let host = memory.translate(address).filter(|host| host.is_executable())?;
-                (!host.is_device() && address & memory.reserved() == 0).then_some(host.physical)
-            });
-        }
+        self.tables.fill_ahead(address, |page, leaf| {
+            let host = memory.translate(page).filter(|host| host.is_executable())?;
+            let flags = (leaf ^ entry::PRESENT) & (entry::PRESENT | entry::WRITE | entry::UNCACHED);
+            let refused = flags | host.leaf & entry::UNCACHED | page & memory.reserved();
+            (refused == 0).then_some(leaf & !entry::ADDRESS | host.physical)
+        });
     }
 
     /// Injects a page fault that the guest's tables cause.
