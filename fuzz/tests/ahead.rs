@@ -84,7 +84,7 @@ impl Machine {
         assert_eq!(outcome, None, "page {slot:#x}");
     }
 
-    /// Reads so many pages that the next fill is one of many.
+    /// Reads sixteen pages: the next fill is one of many.
     fn read_pages(&self) {
         (256..272).for_each(|slot| self.access(slot, 0));
     }
