@@ -26,9 +26,9 @@ pub struct Counts {
 }
 
 impl Counter {
-    /// Compiles the plugin. `name` names the file with the counts.
+    /// Compiles the plugin, if this process has not. `name` names the file with the counts.
     pub fn new(name: &str) -> Result<Self> {
-        // Once: systems that run at the same time load the file.
+        // Another system may be loading the file.
         static PLUGIN: OnceLock<Result<PathBuf, String>> = OnceLock::new();
         let plugin = PLUGIN.get_or_init(|| compile().map_err(|error| format!("{error:#}")));
         let plugin = plugin.clone().map_err(Error::msg)?;

@@ -115,7 +115,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
         let (copies, _) = copies.as_chunks::<64>();
         for number in bits(of.words.get().into()) {
             if self.remove_unused(of, number) {
-                // Several are.
+                // There may be several: the space is flushed as a whole.
                 removed += 2;
             }
             let part = &guest[(first / 64 + number) % guest.len()];
